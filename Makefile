@@ -1,0 +1,40 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test test-all lint clean
+
+# The whole pipeline on the shipped lab target: trace, train, decode side by side; the report is demo-out/run/report.html
+demo: .venv/installed
+	rm -rf demo-out
+	$(BIN)/ecospec-trace run --config lab/trace --output demo-out/traces
+	$(BIN)/ecospec-trace check demo-out/traces
+	$(BIN)/ecospec-train predictor --config lab/predictor --traces demo-out/traces --output demo-out/predictor
+	$(BIN)/ecospec-decode eval --config lab/demo --traces demo-out/traces --output demo-out/run
+	@echo "Open demo-out/run/report.html"
+
+# What every change must pass
+test: .venv/installed-dev
+	$(BIN)/python -m pytest -m "not slow"
+
+# The long ones too: kill tests, property tests at full size
+test-all: .venv/installed-dev
+	$(BIN)/python -m pytest
+
+lint: .venv/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/installed: pyproject.toml constraints.txt | .venv/bin/python
+	test -f .venv/installed-dev || $(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+.venv/installed-dev: pyproject.toml constraints.txt | .venv/bin/python
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@ .venv/installed
+
+clean:
+	rm -rf demo-out build dist *.egg-info

@@ -1,0 +1,35 @@
+"""Keys that more than one command understands. Every field's docstring is its line in `--help`.
+
+Imports nothing heavy: `--help` must answer within a second.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass
+class TargetConfig:
+    name: str = "lab"
+    """The MoE target: a hub id, a folder, `lab` (the shipped one), or a folder name of `configs/`."""
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = "auto"
+    """Type of the weights; `auto` takes the checkpoint's."""
+    revision: str | None = None
+    """Revision of a hub model."""
+    experts_implementation: Literal["grouped_mm", "eager"] = "eager"
+    """How Transformers computes the experts; both read each active expert once."""
+    expert_mib: float | None = None
+    """Widen every expert to this many MiB without changing the function (lab only; see the model card)."""
+    trust_remote_code: bool = False
+    """Run modelling code that comes with the checkpoint."""
+
+
+@dataclass
+class PromptConfig:
+    prompts: str | None = None
+    """JSON Lines file of rows with `prompt` (and `answer`), or text with a prompt a line; wins over `datasets`."""
+    datasets: list[str] | None = None
+    """Names of prompt sets: `lab/maths`, `lab/train/maths`, …, or of JSON Lines files in `data_dir`."""
+    data_dir: str | None = None
+    """Folder of further prompt sets."""
+    samples: int | None = None
+    """Prompts per data set, from its start; all by default."""

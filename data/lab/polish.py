@@ -1,0 +1,122 @@
+"""Teach a small language model not to loop: unlikelihood training on its own greedy text, in rounds.
+
+A tiny model decoded greedily falls into cycles. Each round decodes prompts greedily, marks every token that closes an
+n-gram seen before in the same answer, and trains for a few steps on ordinary text (likelihood) and on those answers
+(unlikelihood of the marked tokens: Welleck et al., "Neural Text Generation with Unlikelihood Training", 2020).
+
+Letters: B batch, T tokens, V vocabulary.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from ecospec.data.lab.measure import looping
+from ecospec.data.lab.pretrain import Losses, MasterAdamW, Schedule, batches, dispatch_experts, save_state
+
+log = logging.getLogger(__name__)
+ALL_EXPERTS_FUNCTIONS.register("lab_batched", dispatch_experts)
+
+
+@dataclass(frozen=True)
+class Polish:
+    """How many rounds of decoding and training, and how strong."""
+
+    rounds: int = 6
+    prompts: int = 256  # decoded per round
+    answer_tokens: int = 224
+    steps: int = 40  # optimizer steps per round
+    rows: int = 16  # answers, and rows of ordinary text, per step
+    gram: int = 6
+    weight: float = 1.0  # of the unlikelihood loss
+    learning_rate: float = 4e-4
+    seed: int = 1
+
+
+def repeated(ids: Sequence[int], gram: int) -> list[bool]:
+    """For each token, whether the n-gram that it closes occurred earlier in the same text."""
+    seen, marks = set(), []
+    for end in range(1, len(ids) + 1):
+        closing = tuple(ids[end - gram : end]) if end >= gram else None
+        marks.append(closing is not None and closing in seen)
+        seen.add(closing)
+    return marks
+
+
+def unlikelihood(logits_BTV: Tensor, targets_BT: Tensor, marked_BT: Tensor) -> Tensor:
+    """Mean over marked tokens of -log(1 - p(token)), in nats; 0 when none is marked."""
+    log_p_BT = logits_BTV.float().log_softmax(-1).gather(-1, targets_BT[..., None])[..., 0]
+    log_not_p_BT = torch.log1p(-log_p_BT.exp().clamp(max=1 - 1e-4))
+    return -(log_not_p_BT * marked_BT).sum() / marked_BT.sum().clamp(min=1)
+
+
+def polish(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    stream: np.ndarray,
+    settings: Polish,
+    folder: Path,
+    compiled: bool = True,
+) -> None:
+    """Run all rounds on `model` in place, saving the weights into `folder` after each."""
+    losses, optimizer = Losses(model, compiled), MasterAdamW(model, weight_decay=0.0)
+    plain = Schedule(tokens=len(stream) - 1, batch_tokens=settings.rows * 256, seed=settings.seed)
+    text = batches(stream, plain, 0)
+    generator = np.random.default_rng(settings.seed)
+    for number in range(settings.rounds):
+        chosen = [prompts[i] for i in generator.choice(len(prompts), settings.prompts, replace=False)]
+        rows, marks = _answers(model.eval(), tokenizer, chosen, settings)
+        order = cycle(range(0, len(rows) - settings.rows + 1, settings.rows))
+        model.train()
+        for step in range(settings.steps):
+            first = next(order)
+            tokens, marked = rows[first : first + settings.rows], marks[first : first + settings.rows]
+            loss, balance = losses(next(text))
+            penalty = unlikelihood(losses.logits(tokens[:, :-1]), tokens[:, 1:], marked[:, 1:])
+            (loss + plain.balance * balance + settings.weight * penalty).backward()
+            optimizer.step(settings.learning_rate * min(1.0, (step + 1) / 5))
+        log.info("polish %d/%d loss %.3f penalty %.3f", number + 1, settings.rounds, loss.item(), penalty.item())
+        save_state(model, number + 1, folder)
+    model.eval()
+
+
+def decode_greedily(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], new_tokens: int
+) -> list[tuple[list[int], list[int]]]:
+    """(prompt ids, answer ids, cut after the end token) of each prompt, all in one batch."""
+    inputs = tokenizer(list(prompts), return_tensors="pt", padding=True, padding_side="left")
+    before = model.get_experts_implementation()
+    model.set_experts_implementation("lab_batched")
+    with torch.inference_mode():
+        out = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)
+    model.set_experts_implementation(before)
+    width, end = inputs.input_ids.shape[1], tokenizer.eos_token_id
+    lengths = inputs.attention_mask.sum(1).tolist()
+    rows = []
+    for row, length in zip(out.tolist(), lengths, strict=True):
+        answer = row[width:]
+        rows.append((row[width - length : width], answer[: answer.index(end) + 1] if end in answer else answer))
+    return rows
+
+
+def _answers(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], settings: Polish
+) -> tuple[Tensor, Tensor]:
+    """Prompt and greedy answer in rows [prompts, T], and which of their tokens to make unlikely."""
+    pairs = decode_greedily(model, tokenizer, prompts, settings.answer_tokens)
+    log.info("looping of %d training prompts: %.3f", len(pairs), looping([answer for _, answer in pairs]))
+    width = max(len(prompt) + len(answer) for prompt, answer in pairs)
+    rows, marks = torch.zeros(len(pairs), width, dtype=torch.long), torch.zeros(len(pairs), width, dtype=torch.bool)
+    for row, mark, (prompt, answer) in zip(rows, marks, pairs, strict=True):
+        row[: len(prompt) + len(answer)] = torch.tensor(prompt + answer)
+        mark[len(prompt) : len(prompt) + len(answer)] = torch.tensor(repeated(answer, settings.gram))
+    return rows, marks

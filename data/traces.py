@@ -1,0 +1,80 @@
+"""Read a trace folder, one sequence at a time. Loads no torch.
+
+Letters: T tokens, L MoE layers, E experts, K experts per token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ecospec.configs.errors import DamageError, InputError
+from ecospec.tracing.layout import MANIFEST, decode_experts, read_manifest
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """One sequence: `input_ids` int32 [T], its first `prompt_len` the prompt; `experts` [T, L, K], ascending."""
+
+    key: str
+    sample_id: str
+    dataset: str
+    turn: int
+    split: str
+    prompt_len: int
+    input_ids: np.ndarray
+    experts: np.ndarray
+
+
+class TraceSet(Sequence[Trace]):
+    """The sequences of a trace folder, in the order of its parts; decoded on access, one row group in memory."""
+
+    def __init__(self, folder: str | Path, split: Literal["train", "test"] | None = None) -> None:
+        self.folder = Path(folder)
+        self.manifest = read_manifest(folder)
+        self.num_layers: int = len(self.manifest["moe_layers"])
+        self.num_experts: int = self.manifest["num_experts"]
+        self.top_k: int = self.manifest["top_k"]
+        self._rows = [row for part in self.manifest["parts"] for row in _rows_of(self.folder / part["file"], split)]
+        self._group: tuple[Path, int] | None = None
+        self._table: pa.Table | None = None
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Trace:
+        path, group, row = self._rows[index]
+        if self._group != (path, group):
+            self._table, self._group = pq.ParquetFile(path).read_row_group(group), (path, group)
+        values = {name: self._table[name][row] for name in self._table.column_names}
+        experts = decode_experts(values.pop("experts").as_buffer(), self.num_layers, self.top_k, self.num_experts)
+        input_ids = values.pop("input_ids").values.to_numpy()
+        if len(experts) != len(input_ids):
+            raise DamageError(f"{path}: expert ids of {len(experts)} tokens beside {len(input_ids)} tokens")
+        return Trace(**{n: value.as_py() for n, value in values.items()}, input_ids=input_ids, experts=experts)
+
+
+def read_traces(folder: str | Path, split: Literal["train", "test"] | None = None) -> TraceSet:
+    """The traces of `folder`, all or those of one split.
+
+    Raises InputError when the folder is no complete trace folder, DamageError when a listed part is missing.
+    """
+    if split not in (None, "train", "test"):
+        raise InputError(f"split {split!r}: expected train or test")
+    return TraceSet(folder, split)
+
+
+def _rows_of(path: Path, split: str | None) -> list[tuple[Path, int, int]]:
+    """(file, row group, row in the group) of the rows that belong to `split`."""
+    if not path.is_file():
+        raise DamageError(f"{path}: listed in {MANIFEST} but missing")
+    file = pq.ParquetFile(path)
+    rows = []
+    for group in range(file.num_row_groups):
+        splits = file.read_row_group(group, columns=["split"])["split"].to_pylist()
+        rows += [(path, group, row) for row, found in enumerate(splits) if split in (None, found)]
+    return rows

@@ -1,0 +1,103 @@
+"""The Python front door: a decoder that owns its target, and `generate` for a model that is already loaded."""
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from ecospec.configs.schema import TargetConfig
+from ecospec.inference.assemble import MethodPlan, Workshop
+from ecospec.inference.config import DrafterConfig, PredictorConfig, SelectionConfig
+from ecospec.inference.decoder import Method, generate_with
+from ecospec.inference.drafters.base import Drafter
+from ecospec.inference.footprints import FootprintSource, PredictorFootprints
+from ecospec.inference.selection import EPSILON
+from ecospec.inference.statistics import Run
+from ecospec.predictor.model import ExpertPredictor
+from ecospec.tracing.recorder import RoutingRecorder
+from ecospec.tracing.target import Target, load_target
+
+
+class EcoSpecDecoder:
+    """A target with a drafter, a predictor and a selection policy; `generate` returns what `model.generate` would.
+
+    `last_run` holds the last text's statistics: `acceptance_length`, `active_experts`, `tokens_per_second`, `steps`.
+    """
+
+    def __init__(self, target: Target, method: Method) -> None:
+        self.target = target
+        self.method = method
+        self.last_run = Run()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str,
+        drafter: str | None = None,
+        predictor: str | None = None,
+        policy: str = "marginal",
+        gamma: int = 4,
+        *,
+        epsilon: float = EPSILON,
+        footprints: str = "predictor",
+        traces: str | None = None,
+        steps: int = 3,
+        topk: int = 2,
+        **target_options,
+    ) -> "EcoSpecDecoder":
+        """Load everything. Without a drafter it decodes plainly; `target_options` are the keys of `target.*`.
+
+        Raises InputError when a part is missing or belongs to another target.
+        """
+        loaded = load_target(TargetConfig(name=target, **target_options))
+        plan = MethodPlan(
+            label="EcoSpec",
+            baseline=None if drafter else "none",
+            drafter=DrafterConfig(path=drafter, steps=steps, topk=topk),
+            selection=SelectionConfig(policy, footprints, gamma, epsilon),
+            predictor=PredictorConfig(path=predictor),
+        )
+        return cls(loaded, Workshop(loaded, traces).method(plan))
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        streamer: BaseStreamer | None = None,
+        **generation_kwargs,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """`input_ids` int64 [1, T] → ids [1, T + new], prompt included. Raises InputError for a batch or padding."""
+        with RoutingRecorder(self.target.model) as recorder:
+            out, self.last_run = generate_with(
+                self.target.model,
+                self.method,
+                input_ids,
+                recorder=recorder,
+                generation_config=generation_config,
+                streamer=streamer,
+                attention_mask=torch.ones_like(input_ids) if attention_mask is None else attention_mask,
+                **generation_kwargs,
+            )
+        return out
+
+
+def generate(
+    model: nn.Module,
+    input_ids: Tensor,
+    *,
+    drafter: Drafter,
+    predictor: ExpertPredictor | FootprintSource | None = None,
+    policy: str = "marginal",
+    gamma: int = 4,
+    **generation_kwargs,
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """Decode one text with a loaded Transformers model and any object that has the drafter interface.
+
+    `predictor` is an `ExpertPredictor` with its embedding attached, or any footprint source.
+    """
+    footprints = PredictorFootprints(predictor) if isinstance(predictor, ExpertPredictor) else predictor
+    method = Method(drafter, policy, gamma, footprints=footprints)
+    with RoutingRecorder(model) as recorder:
+        return generate_with(model, method, input_ids, recorder=recorder, **generation_kwargs)[0]

@@ -1,0 +1,89 @@
+"""`ecospec-decode`: check, generate, eval, report."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ecospec.configs import cli
+from ecospec.configs.errors import InputError
+from ecospec.inference.config import DecodeConfig
+
+
+def check(config: DecodeConfig) -> None:
+    from ecospec.inference.preflight import preflight
+
+    for finding in preflight(config):
+        print(f"{finding.what:<24} {finding.value}")
+    print("everything fits")
+
+
+def generate(config: DecodeConfig) -> None:
+    from transformers import TextStreamer
+
+    from ecospec.data.prompts import read_prompts
+    from ecospec.inference.api import EcoSpecDecoder
+    from ecospec.inference.assemble import Workshop, plan_methods
+    from ecospec.inference.evaluate import sample_seed, sampling_options
+    from ecospec.tracing.target import load_target
+
+    import torch  # isort: skip
+
+    prompts = read_prompts(config)
+    _set_threads(config)
+    target = load_target(config.target)
+    plan = next((plan for plan in reversed(plan_methods(config)) if plan.baseline is None), None)
+    if plan is None:
+        raise InputError("methods: none of them drafts; generate needs one")
+    decoder = EcoSpecDecoder(target, Workshop(target, config.traces).method(plan))
+    streamer = TextStreamer(target.tokenizer, skip_special_tokens=True)
+    for prompt in prompts:
+        torch.manual_seed(sample_seed(config.seed, prompt.sample_id))
+        ids = target.tokenizer(prompt.text, return_tensors="pt").input_ids.to(target.model.device)
+        options = sampling_options(config.temperature[0])
+        decoder.generate(ids, streamer=streamer, max_new_tokens=config.max_new_tokens, **options)
+        run = decoder.last_run
+        summary = f"α {run.acceptance_length:.2f} · 𝓔 {run.active_experts:.1f} · {run.tokens_per_second:.1f} tokens/s"
+        print(f"[{summary} · {run.new_tokens} tokens in {len(run.steps)} steps]", file=sys.stderr)
+
+
+def evaluate(config: DecodeConfig) -> None:
+    from ecospec.inference.runfolder import run_eval
+
+    print(run_eval(config, _output(config)))
+
+
+def report(config: DecodeConfig, folders: list[str]) -> None:
+    from ecospec.inference.report import write_report
+
+    for path in write_report([Path(folder) for folder in folders], _output(config)):
+        print(path)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return cli.main(
+        "ecospec-decode",
+        DecodeConfig,
+        [
+            cli.Subcommand("check", "see whether target, drafter and predictor fit, without loading weights", check),
+            cli.Subcommand("generate", "text in, text out", generate),
+            cli.Subcommand("eval", "compare methods on prompts; writes a run folder", evaluate),
+            cli.Subcommand("report", "tables and plots of run folders as HTML, Markdown and CSV", report, folders="+"),
+        ],
+        argv,
+    )
+
+
+def _output(config: DecodeConfig) -> Path:
+    from ecospec.configs.files import require_new_folder
+
+    if config.output is None:
+        raise InputError("--output: not given; say which folder to write")
+    require_new_folder(Path(config.output), config.overwrite)
+    return Path(config.output)
+
+
+def _set_threads(config: DecodeConfig) -> None:
+    import torch
+
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)

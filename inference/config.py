@@ -1,0 +1,92 @@
+"""Keys of `ecospec-decode`. Every field's docstring is its line in `--help`. Imports nothing heavy."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ecospec.configs.errors import InputError
+from ecospec.configs.schema import PromptConfig, TargetConfig
+
+BASELINES = ("none", "hf_greedy")  # our plain loop; Transformers' own `generate`
+
+
+@dataclass
+class DrafterConfig:
+    kind: Literal["eagle3"] = "eagle3"
+    """What drafts: `eagle3`, an EAGLE-3 head."""
+    path: str | None = "lab"
+    """Folder of the draft head, or `lab`."""
+    steps: int = 3
+    """Forward steps of the drafter per tree, which is the tree's depth."""
+    topk: int = 2
+    """Children of a node, and nodes of a level that are expanded."""
+
+
+@dataclass
+class PredictorConfig:
+    path: str | None = "lab"
+    """Folder that `ecospec-train predictor` exported, or `lab`."""
+
+
+@dataclass
+class SelectionConfig:
+    policy: Literal["marginal", "confidence", "global", "random"] = "marginal"
+    """Which drafts to verify: `marginal` (EcoSpec), `confidence` (EAGLE), `global` (its static ablation), `random`."""
+    footprints: Literal["predictor", "frequency", "token"] = "predictor"
+    """Where `marginal` and `global` learn a draft's experts: the predictor, or a table counted from `traces`."""
+    gamma: int = 4
+    """Tokens verified per step, the root included."""
+    epsilon: float = 1e-6
+    """Added to the number of new (layer, expert) pairs; larger values approach EAGLE's rule."""
+
+
+@dataclass
+class MethodConfig:
+    label: str
+    """Name in the report."""
+    drafter: dict[str, Any] | str | None = None
+    """`none` (our plain loop), `hf_greedy` (Transformers' own), a folder, or keys that differ from the top level's."""
+    selection: dict[str, Any] | str | None = None
+    """A policy, or keys that differ from the top level's."""
+    predictor: dict[str, Any] | str | None = None
+    """A folder, or keys that differ from the top level's."""
+
+
+@dataclass
+class DecodeConfig(PromptConfig):
+    """Speculative decoding of a MoE target. The top-level keys are the defaults of every method."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    drafter: DrafterConfig = field(default_factory=DrafterConfig)
+    predictor: PredictorConfig = field(default_factory=PredictorConfig)
+    selection: SelectionConfig = field(default_factory=SelectionConfig)
+    methods: list[MethodConfig] = field(default_factory=list)
+    """Methods that `eval` compares; one of them must be plain (`drafter: none`)."""
+    traces: str | None = None
+    """Trace folder from which the footprints `frequency` and `token` are counted."""
+    temperature: list[float] = field(default_factory=lambda: [0.0])
+    """Temperatures; 0 is greedy."""
+    max_new_tokens: int = 64
+    """Tokens to generate per prompt, fewer where the text ends by itself."""
+    seed: int = 0
+    """Seeds sampling, together with each prompt's sample id."""
+    threads: int | None = None
+    """CPU threads; PyTorch's choice by default."""
+    notice: str | None = None
+    """Sentence to print above the report's table."""
+    output: str | None = None
+    """Folder to write; it must be empty or absent."""
+    overwrite: bool = False
+    """Write into a non-empty output folder."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("max_new_tokens", self.max_new_tokens), ("threads", self.threads)):
+            if value is not None and value < 1:
+                raise InputError(f"--{name} {value}: must be at least 1")
+        if self.selection.gamma < 1:
+            raise InputError(f"--selection.gamma {self.selection.gamma}: must be 1 or more (1 verifies the root alone)")
+        if self.selection.epsilon <= 0:
+            raise InputError(f"--selection.epsilon {self.selection.epsilon}: must be positive")
+        if self.drafter.steps < 1 or self.drafter.topk < 1:
+            raise InputError("--drafter.steps and --drafter.topk: must be 1 or more")
+        if any(temperature < 0 for temperature in self.temperature):
+            raise InputError(f"--temperature {self.temperature}: must not be negative")

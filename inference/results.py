@@ -1,0 +1,147 @@
+"""From outcomes to the run folder: the keys of `results.json`, and `steps.parquet` with a row a step."""
+
+import dataclasses
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from ecospec.configs.files import replace_file
+from ecospec.inference.assemble import MethodPlan
+from ecospec.inference.config import DecodeConfig
+from ecospec.inference.evaluate import Difference, Outcome, difference_key
+from ecospec.inference.statistics import PHASES, Step
+from ecospec.tracing.target import Target
+
+RESAMPLES = 1000
+
+
+def summarise(
+    config: DecodeConfig, target: Target, outcomes: list[Outcome], differences: dict[str, list[Difference]], seen: set
+) -> list[dict]:
+    """One run (contract: `results.json`) per method, data set and temperature. `seen`: data sets used in training."""
+    groups: dict[tuple, list[Outcome]] = defaultdict(list)
+    for outcome in outcomes:
+        groups[outcome.temperature, outcome.prompt.dataset, outcome.plan.label].append(outcome)
+    plain = next(o.plan.label for o in outcomes if o.plan.baseline == "none")
+    runs = []
+    for (temperature, dataset, _), group in sorted(groups.items(), key=lambda item: item[0][:2]):
+        reference = groups[temperature, dataset, plain]
+        found = differences.get(difference_key(group[0]), [])
+        runs.append(
+            _identity(config, target, group[0].plan)
+            | {"dataset": dataset, "seen": dataset in seen, "temperature": temperature}
+            | _speed(group, reference)
+            | _steps([step for outcome in group for step in outcome.run.steps])
+            | {"lossless": _lossless(group[0].plan, found)}
+        )
+    return runs
+
+
+def write_steps(path: Path, outcomes: list[Outcome]) -> None:
+    """`steps.parquet`: method, data set, temperature, prompt and step number, then what the step measured."""
+    rows = [
+        {
+            "label": outcome.plan.label,
+            "dataset": outcome.prompt.dataset,
+            "temperature": outcome.temperature,
+            "prompt": outcome.prompt.sample_id,
+            "row": 0,
+            "step": number,
+            "emitted": step.emitted,
+            "verified": step.verified,
+            "active_experts": step.active_by_layer(),
+            **{f"t_{phase}": step.seconds[phase] for phase in PHASES},
+            "t_step": step.total,
+        }
+        for outcome in outcomes
+        for number, step in enumerate(outcome.run.steps)
+    ]
+    table = pa.Table.from_pylist(rows)
+    replace_file(path, lambda partial: pq.write_table(table, partial, compression="zstd"))
+
+
+def _identity(config: DecodeConfig, target: Target, plan: MethodPlan) -> dict:
+    """What was run: the keys that do not depend on a measurement."""
+    speculative = plan.baseline is None
+    selection = plan.selection if speculative else None
+    return {
+        "label": plan.label,
+        "drafter": plan.baseline or plan.drafter.kind,
+        "selection": selection and selection.policy,
+        "footprints": selection.footprints if plan.needs_footprints else None,
+        "predictor": _name(plan.predictor.path)
+        if plan.needs_footprints and selection.footprints == "predictor"
+        else None,
+        "chat_template": None,
+        "gamma": selection and selection.gamma,
+        "epsilon": selection.epsilon if plan.needs_footprints else None,
+        "tree": {"steps": plan.drafter.steps, "topk": plan.drafter.topk} if speculative else None,
+        "batch_size": 1,
+        "dtype": str(target.model.dtype).removeprefix("torch."),
+        "expert_mib": config.target.expert_mib,
+        "threads": torch.get_num_threads(),
+        "target": target.name,
+        "num_experts": target.shape.num_experts,
+        "top_k": target.shape.top_k,
+        "moe_layers": len(target.shape.layers),
+    }
+
+
+def _name(path: str | None) -> str | None:
+    return path and Path(path).name
+
+
+def _speed(group: list[Outcome], reference: list[Outcome]) -> dict:
+    """Tokens per second after prefill, and its ratio to plain decoding with a 95 % bootstrap interval over prompts."""
+    tokens, seconds = _tokens_and_seconds(group)
+    plain_tokens, plain_seconds = _tokens_and_seconds(reference)
+    picks = np.random.default_rng(0).integers(len(tokens), size=(RESAMPLES, len(tokens)))
+    ratios = (tokens[picks].sum(1) / seconds[picks].sum(1)) / (plain_tokens[picks].sum(1) / plain_seconds[picks].sum(1))
+    rate, plain_rate = tokens.sum() / seconds.sum(), plain_tokens.sum() / plain_seconds.sum()
+    return {
+        "samples": len(group),
+        "tokens": sum(outcome.run.new_tokens for outcome in group),
+        "tokens_per_second": float(rate),
+        "speedup_vs_ar": float(rate / plain_rate),
+        "interval": [float(edge) for edge in np.percentile(ratios, [2.5, 97.5])],
+        "prefill_seconds": float(np.mean([outcome.run.prefill_seconds for outcome in group])),
+    }
+
+
+def _tokens_and_seconds(group: list[Outcome]) -> tuple[np.ndarray, np.ndarray]:
+    """Decoded tokens (prefill's own not counted) and seconds of each prompt; texts of one token count for nothing."""
+    tokens = np.array([outcome.run.new_tokens - 1 for outcome in group], float)
+    seconds = np.array([outcome.run.decode_seconds for outcome in group])
+    return tokens, np.maximum(seconds, 1e-9)
+
+
+def _steps(steps: list[Step]) -> dict:
+    """Means over steps; null where the method has none (Transformers' own loop)."""
+    if not steps:
+        names = ["acceptance_length", "acceptance_by_depth", "active_experts", "active_experts_by_layer"]
+        names += ["verified_tokens_per_step", *(f"t_{phase}" for phase in PHASES), "t_other", "t_step"]
+        return dict.fromkeys(names)
+    active_NL = np.array([step.active_by_layer() for step in steps])
+    emitted = np.array([step.emitted for step in steps])
+    phases = {f"t_{phase}": float(np.mean([step.seconds[phase] for step in steps])) for phase in PHASES}
+    total = float(np.mean([step.total for step in steps]))
+    return {
+        "acceptance_length": float(emitted.mean()),
+        "acceptance_by_depth": [float((emitted > depth).mean()) for depth in range(1, int(emitted.max()))],
+        "active_experts": float(active_NL.mean()),
+        "active_experts_by_layer": active_NL.mean(0).tolist(),
+        "verified_tokens_per_step": float(np.mean([step.verified for step in steps])),
+        **phases,
+        "t_other": total - sum(phases.values()),
+        "t_step": total,
+    }
+
+
+def _lossless(plan: MethodPlan, found: list[Difference]) -> object:
+    if plan.baseline == "none":
+        return "reference"
+    return [dataclasses.asdict(difference) for difference in found] or "exact"

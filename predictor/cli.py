@@ -1,0 +1,57 @@
+"""`ecospec-train`: the command line around training. Heavy modules load only once a subcommand runs."""
+
+import sys
+
+from ecospec.configs import cli
+from ecospec.predictor.config import TrainConfig
+
+COLUMNS = {
+    "overlap": "overlap",
+    "overlap_all": "with prompts",
+    "overlap_train": "training samples",
+    "excess_loss": "excess loss",
+    "seconds_per_step": "ms per step",
+}
+
+
+def train_predictor(config: TrainConfig) -> None:
+    """Fit the expert predictor and print how it compares with the simple ones."""
+    from ecospec.predictor.fit import train_predictor as train
+
+    metrics = train(config)
+    print(table({"predictor": metrics, **metrics["ladder"]}))
+    print(f"written to {config.output}")
+
+
+def train_drafter(config: TrainConfig) -> None:
+    """Fit an EAGLE-3 head and print how often the target agrees with it."""
+    from ecospec.predictor.drafter import train_drafter as train
+
+    metrics = train(config)
+    agreement = ", ".join(f"{share:.1%}" for share in metrics["agreement"])
+    print(f"agreement with the target by draft step: {agreement}")
+    print(f"acceptance length of a greedy chain draft: {metrics['acceptance_length']:.2f}")
+    print(f"written to {config.output}")
+
+
+def table(rungs: dict[str, dict]) -> str:
+    """One line for each predictor: name → its numbers as in `metrics.json`."""
+    lines = ["".join([f"{'':<10}", *(f"{title:>18}" for title in COLUMNS.values())])]
+    for name, numbers in rungs.items():
+        cells = [numbers[key] * (1000 if key == "seconds_per_step" else 1) for key in COLUMNS]
+        lines.append("".join([f"{name:<10}", *(f"{cell:>18.3f}" for cell in cells)]))
+    return "\n".join(lines)
+
+
+SUBCOMMANDS = (
+    cli.Subcommand("predictor", "fit the expert predictor on a trace folder and export it", train_predictor),
+    cli.Subcommand("drafter", "fit an EAGLE-3 draft head on a target's own text and export it", train_drafter),
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    return cli.main("ecospec-train", TrainConfig, SUBCOMMANDS, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

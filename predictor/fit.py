@@ -1,0 +1,242 @@
+"""From a trace folder to a predictor folder: check, fit, evaluate, export.
+
+The shell around `model`, `lightning`, `metrics` and `simple`; what it writes is the contract's predictor folder. It
+never loads the target, only its configuration and its embedding table.
+
+Letters: N tokens of one decoding step, T tokens, L MoE layers, E experts, V vocabulary, D embedding width.
+"""
+
+import logging
+import os
+import shutil
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import lightning
+import numpy as np
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, DynamicCache, PreTrainedConfig
+
+from ecospec.configs.errors import InputError
+from ecospec.configs.files import provenance, require_new_folder, write_json
+from ecospec.data.module import TraceDataModule
+from ecospec.data.traces import TraceSet, read_traces
+from ecospec.predictor.config import BackboneConfig, TrainConfig
+from ecospec.predictor.embedding import load_embedding
+from ecospec.predictor.lightning import PredictorModule
+from ecospec.predictor.metrics import measure
+from ecospec.predictor.model import ExpertPredictor, ExpertPredictorConfig, embedding_hash, without_vocabulary
+from ecospec.predictor.simple import FrequencyPredictor, TokenPredictor, fit_frequency, fit_token
+from ecospec.tracing.target import MoeShape, config_hash, load_target_config, shape_of
+
+# Of projected embeddings before training. Smaller, and the first attention layer drowns what the token is (measured).
+PROJECTED_RMS = 0.1
+STEP_TOKENS = 11  # nodes of the default draft tree (3 steps, top-2), root included
+STEP_CONTEXT = 256  # tokens before them
+STEP_REPEATS = 20
+
+
+def train_predictor(config: TrainConfig) -> dict:
+    """Fit, evaluate and export as `config` says; returns the content of `metrics.json`.
+
+    Raises InputError for a missing key, an output folder in use, or traces that are not this target's.
+    """
+    traces = _open(config)
+    model_config = load_target_config(config.target)
+    shape = shape_of(model_config, config.target.trust_remote_code)
+    require_same_target(traces, config, shape, config_hash(model_config))
+    _prepare_process(config)
+    predictor = build_predictor(config, shape, config_hash(model_config), load_embedding(config.target))
+    training = fit(predictor, traces, config)
+    metrics = evaluate(predictor, traces)
+    replace_folder(Path(config.output), lambda folder: _export(folder, predictor, metrics, config, traces, training))
+    return metrics
+
+
+def require_same_target(traces: TraceSet, config: TrainConfig, shape: MoeShape, config_sha256: str) -> None:
+    """Raises InputError, naming both sides, when the traces were recorded on another model."""
+    manifest = traces.manifest
+    recorded = (manifest["moe_layers"], traces.num_experts, traces.top_k, manifest["target"]["config_sha256"])
+    if recorded != (list(shape.layers), shape.num_experts, shape.top_k, config_sha256):
+        raise InputError(
+            f"--traces {config.traces}: recorded on {manifest['target']['name']}"
+            f" ({_routing(traces.num_layers, traces.top_k, traces.num_experts, recorded[-1])}), not on"
+            f" --target.name {config.target.name}"
+            f" ({_routing(len(shape.layers), shape.top_k, shape.num_experts, config_sha256)}); trace that target"
+        )
+
+
+def build_predictor(config: TrainConfig, shape: MoeShape, config_sha256: str, table_VD: Tensor) -> ExpertPredictor:
+    """A predictor for the target with this shape and embedding table, its backbone fresh or from `backbone.path`."""
+    torch.manual_seed(config.seed)
+    backbone_config = _backbone_config(config.backbone)
+    predictor_config = ExpertPredictorConfig(
+        backbone=backbone_config,
+        num_layers=len(shape.layers),
+        num_experts=shape.num_experts,
+        num_experts_per_tok=shape.top_k,
+        moe_layers=list(shape.layers),
+        target=config.target.name,
+        target_config_sha256=config_sha256,
+        vocab_size=table_VD.shape[0],
+        embedding_size=table_VD.shape[1],
+        embedding_sha256=embedding_hash(table_VD),
+    )
+    predictor = ExpertPredictor(predictor_config)
+    rms = table_VD.float().square().mean().sqrt()
+    nn.init.normal_(predictor.projection.weight, std=float(PROJECTED_RMS / (rms * table_VD.shape[1] ** 0.5)))
+    if config.backbone.path is not None:
+        pretrained = AutoModel.from_pretrained(config.backbone.path, dtype=torch.float32)
+        predictor.backbone = without_vocabulary(pretrained)
+    return predictor.attach_embedding(table_VD)
+
+
+def fit(predictor: ExpertPredictor, traces: TraceSet, config: TrainConfig) -> dict:
+    """Train in place on the `train` samples until the first limit; returns steps, seconds, samples and tokens seen."""
+    items = [item for item in traces if item.split == "train"]
+    if not items:
+        raise InputError(f"--traces {config.traces}: it has no train samples; trace more samples")
+    module = PredictorModule(predictor.train(), config, len(items))
+    trainer = make_trainer(config)
+    trainer.fit(module, datamodule=TraceDataModule(items, config.tokens_per_batch, config.seed))
+    seconds = time.monotonic() - module.started
+    return {"steps": trainer.global_step, "seconds": seconds, "samples": len(items), "tokens_seen": module.tokens}
+
+
+def make_trainer(config: TrainConfig) -> lightning.Trainer:
+    """A trainer that writes nothing and runs until its module says stop."""
+    return lightning.Trainer(
+        accelerator="auto",
+        devices=1,
+        precision=config.precision,
+        max_epochs=-1,
+        gradient_clip_val=config.gradient_clip,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=sys.stderr.isatty(),
+    )
+
+
+@torch.inference_mode()
+def evaluate(predictor: ExpertPredictor, traces: TraceSet) -> dict:
+    """The content of `metrics.json`: the predictor's numbers, and under `ladder` those of what it must beat.
+
+    `seconds_per_step` is the median time to predict one decoding step's draft tree.
+    """
+    predictor.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+
+    def logits_of(input_ids_T: np.ndarray) -> Tensor:
+        return predictor(torch.from_numpy(input_ids_T.astype(np.int64))[None].to(predictor.device))[0]
+
+    ladder = {"frequency": fit_frequency(traces), "token": fit_token(traces, predictor.config.vocab_size)}
+    numbers = measure(logits_of, traces) | {"seconds_per_step": _predictor_seconds(predictor)}
+    return numbers | {"ladder": {name: _simple_numbers(simple, traces) for name, simple in ladder.items()}}
+
+
+def replace_folder(folder: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a temporary folder beside `folder`, then put it in its place.
+
+    A reader sees the old folder, or none for an instant, or the new one whole; a failed write leaves the old one.
+    """
+    folder = folder.absolute()
+    partial, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{kind}") for kind in ("partial", "old"))
+    partial.mkdir(parents=True)
+    try:
+        write(partial)
+        if folder.exists():
+            folder.rename(old)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _open(config: TrainConfig) -> TraceSet:
+    for key in ("traces", "output"):
+        if getattr(config, key) is None:
+            raise InputError(f"--{key}: missing; give a folder")
+    if (config.max_minutes, config.max_steps, config.max_epochs) == (None, None, None):
+        raise InputError("--max_minutes: training has no limit; give max_minutes, max_steps or max_epochs")
+    require_new_folder(Path(config.output), config.overwrite)
+    return read_traces(config.traces)
+
+
+def _prepare_process(config: TrainConfig) -> None:
+    """Threads, and what the libraries say: only a terminal gets progress bars, nobody the hardware survey."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=r".*LeafSpec.* is deprecated", module=r"lightning\.")
+
+
+def _backbone_config(config: BackboneConfig) -> PreTrainedConfig:
+    """Configuration of a decoder without vocabulary. Raises InputError when `backbone.path` has none."""
+    if config.path is None:
+        return AutoConfig.for_model(
+            "qwen3",
+            vocab_size=1,
+            hidden_size=config.hidden_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_heads,
+            head_dim=config.hidden_size // config.num_heads,
+            intermediate_size=config.intermediate_size,
+        )
+    try:
+        backbone = AutoConfig.from_pretrained(config.path)
+    except (OSError, ValueError) as error:
+        raise InputError(f"--backbone.path {config.path}: cannot read a model configuration ({error})") from None
+    backbone.vocab_size, backbone.pad_token_id = 1, None
+    return backbone
+
+
+def _export(
+    folder: Path, predictor: ExpertPredictor, metrics: dict, config: TrainConfig, traces: TraceSet, training: dict
+) -> None:
+    predictor.save_pretrained(folder)
+    write_json(folder / "metrics.json", metrics)
+    source = {"target": traces.manifest["target"], "parts": traces.manifest["parts"]}
+    write_json(
+        folder / "provenance.json", provenance() | {"config": asdict(config), "training": training, "traces": source}
+    )
+
+
+def _routing(num_layers: int, top_k: int, num_experts: int, config_sha256: str) -> str:
+    return f"{num_layers} MoE layers, {top_k} of {num_experts} experts, configuration {config_sha256[:8]}"
+
+
+def _simple_numbers(simple: FrequencyPredictor | TokenPredictor, traces: TraceSet) -> dict:
+    ids_N = np.zeros(STEP_TOKENS, np.int32)
+    return measure(simple.logits, traces) | {"seconds_per_step": _median_seconds(lambda: simple.predict(ids_N))}
+
+
+def _predictor_seconds(predictor: ExpertPredictor) -> float:
+    """Median seconds to predict one step's tree: STEP_TOKENS new tokens after a cached context."""
+    ids = torch.arange(STEP_CONTEXT + STEP_TOKENS, device=predictor.device)[None] % predictor.config.vocab_size
+    cache = DynamicCache(config=predictor.config.backbone)
+    predictor(ids[:, :STEP_CONTEXT], cache=cache)
+
+    def step() -> None:
+        predictor(ids[:, STEP_CONTEXT:], cache=cache).cpu()
+        cache.crop(-STEP_TOKENS)
+
+    return _median_seconds(step)
+
+
+def _median_seconds(step: Callable[[], object]) -> float:
+    seconds = []
+    for _ in range(STEP_REPEATS):
+        began = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)

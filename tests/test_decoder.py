@@ -1,0 +1,220 @@
+"""The red line: whatever drafts and whatever selects, the text is plain decoding's, greedy and sampled."""
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from ecospec.configs.errors import InputError
+from ecospec.inference import generate
+from ecospec.inference.decoder import Method, Picker, SpeculativeLoop, generate_with, walk
+from ecospec.inference.footprints import as_footprints
+from ecospec.inference.selection import POLICIES
+from ecospec.inference.tree import DraftTree, root_only, tree_from_levels
+from ecospec.tracing.recorder import RoutingRecorder
+from tests.tiny import VOCABULARY, tiny_model
+
+FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
+NEW_TOKENS = 60
+GREEDY = {"do_sample": False}
+SAMPLED = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+
+
+class NoisyOracle:
+    """Drafts the true continuation with probability `skill` per level, beside a wrong token; 3 levels, top-2."""
+
+    feature_layers = (2,)
+
+    def __init__(self, truth: list[int], skill: float, seed: int = 0) -> None:
+        self.truth, self.skill, self.seed = truth, skill, seed
+
+    def reset(self) -> None:
+        self.generator = torch.Generator().manual_seed(self.seed)
+        self.seen = 0
+
+    def draft(self, ids_T, features_nF):
+        self.seen += len(features_nF)
+        assert self.seen == len(ids_T) - 1, "features of every token before the root, once each"
+        levels, parent = [], 0
+        for depth in range(3):
+            at = len(ids_T) + depth
+            good = self.truth[at] if at < len(self.truth) else 5
+            if torch.rand((), generator=self.generator) > self.skill:
+                good = (good + 1) % VOCABULARY
+            bad = (good + 7) % VOCABULARY
+            pair = [good, bad] if torch.rand((), generator=self.generator) < 0.5 else [bad, good]
+            parents = torch.tensor([parent, parent])
+            levels.append((torch.tensor(pair), parents, torch.tensor([0.6, 0.3])))
+            parent = 1 + 2 * depth + pair.index(good)
+        return tree_from_levels(ids_T[-1], levels)
+
+
+class EmptyDrafter:
+    feature_layers = ()
+
+    def reset(self) -> None: ...
+
+    def draft(self, ids_T, features_nF):
+        return root_only(ids_T[-1])
+
+
+class HashedFootprints:
+    """Experts that depend on the token id alone."""
+
+    def reset(self) -> None: ...
+
+    def footprints(self, ids_T, tree):
+        first = torch.stack([tree.tokens_N % 8, (tree.tokens_N // 8 + 1) % 8], dim=1)
+        return as_footprints(first[:, None, :].expand(-1, 3, -1).contiguous(), 8)
+
+
+def plain(model, ids, seed, **options):
+    torch.manual_seed(seed)
+    return model.generate(ids, max_new_tokens=NEW_TOKENS, **options)
+
+
+def speculative(model, ids, seed, drafter, policy="marginal", gamma=4, **options):
+    torch.manual_seed(seed)
+    options = {"max_new_tokens": NEW_TOKENS, **options}
+    return generate(model, ids, drafter=drafter, predictor=HashedFootprints(), policy=policy, gamma=gamma, **options)
+
+
+def model_and_prompt(family, seed, length=6):
+    model = tiny_model(family, seed)
+    model.generation_config.eos_token_id = None
+    return model, torch.randint(3, VOCABULARY, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_the_text_is_plain_decodings_for_good_and_bad_drafters(family, seed, options):
+    model, ids = model_and_prompt(family, seed)
+    expected = plain(model, ids, seed, **options)
+    for skill in (0.0, 0.6, 1.0):
+        drafter = NoisyOracle(expected[0].tolist(), skill, seed)
+        assert torch.equal(speculative(model, ids, seed, drafter, **options), expected)
+    assert torch.equal(speculative(model, ids, seed, EmptyDrafter(), **options), expected)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("gamma", [1, 2, 4, 7])
+def test_the_text_is_plain_decodings_under_every_policy_and_budget(policy, gamma):
+    model, ids = model_and_prompt("qwen3_moe", 1)
+    for options in (GREEDY, SAMPLED):
+        expected = plain(model, ids, 3, **options)
+        drafter = NoisyOracle(expected[0].tolist(), 0.7)
+        assert torch.equal(speculative(model, ids, 3, drafter, policy, gamma, **options), expected)
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_processors_and_stops_act_as_in_generate(options):
+    model, ids = model_and_prompt("qwen3_moe", 2)
+    middle = int(plain(model, ids, 0, **options)[0, 30])
+    cases = [
+        {"eos_token_id": [middle, 3]},
+        {"repetition_penalty": 1.4, "no_repeat_ngram_size": 3, "min_new_tokens": 9, "eos_token_id": [middle]},
+        *({"max_new_tokens": count} for count in range(1, 8)),
+    ]
+    for case in cases:
+        settings = {"max_new_tokens": NEW_TOKENS, **options, **case}
+        torch.manual_seed(0)
+        expected = model.generate(ids, **settings)
+        drafter = NoisyOracle(expected[0].tolist(), 0.9)
+        assert torch.equal(speculative(model, ids, 0, drafter, **settings), expected), case
+
+
+def test_a_perfect_drafter_fills_every_step_and_a_hostile_one_none():
+    model, ids = model_and_prompt("qwen3_moe", 0)
+    truth = plain(model, ids, 0, **GREEDY)[0].tolist()
+    with RoutingRecorder(model) as recorder:
+        for skill, emitted in ((1.0, 4), (0.0, 1)):
+            method = Method(NoisyOracle(truth, skill), "confidence", gamma=7)
+            _, run = generate_with(model, method, ids, recorder=recorder, max_new_tokens=NEW_TOKENS, **GREEDY)
+            assert {step.emitted for step in run.steps[:-1]} == {emitted}
+            assert run.new_tokens == NEW_TOKENS
+
+
+def test_active_experts_are_those_that_the_routers_chose_for_the_verified_tokens():
+    model, ids = model_and_prompt("qwen3_moe", 0)
+    method = Method(EmptyDrafter(), "confidence")
+    with RoutingRecorder(model) as recorder:
+        out, run = generate_with(model, method, ids, recorder=recorder, max_new_tokens=20, **GREEDY)
+        model(out)
+        experts_TLK = recorder.take()
+    traced = torch.cat([step.experts_NLK for step in run.steps])
+    assert torch.equal(traced.sort(-1).values, experts_TLK[ids.shape[1] : -1].sort(-1).values)
+    assert run.active_experts == 2.0  # one token, top-2
+    assert run.acceptance_length == 1.0
+
+
+def test_the_streamer_receives_every_token_once():
+    class Collector:
+        def __init__(self):
+            self.ids, self.ended = [], False
+
+        def put(self, value):
+            self.ids += value.reshape(-1).tolist()
+
+        def end(self):
+            self.ended = True
+
+    model, ids = model_and_prompt("qwen3_moe", 0)
+    expected = plain(model, ids, 0, **GREEDY)[0].tolist()
+    collector = Collector()
+    with RoutingRecorder(model) as recorder:
+        method = Method(NoisyOracle(expected, 0.7), "confidence")
+        generate_with(model, method, ids, recorder=recorder, streamer=collector, max_new_tokens=NEW_TOKENS, **GREEDY)
+    assert collector.ids == expected
+    assert collector.ended
+
+
+class Script:
+    """Never, always or sometimes: logits whose argmax at node i is `choices[i]`."""
+
+    def __init__(self, choices):
+        self.logits = torch.nn.functional.one_hot(torch.tensor(choices), 10).float()[None]
+
+
+@pytest.mark.parametrize(
+    ("choices", "expected", "kept"),
+    [([9, 9, 9, 9, 9], [9], [0]), ([1, 3, 9, 4, 5], [1, 3, 4, 5], [0, 1, 3, 4]), ([2, 3, 7, 4, 5], [2, 7], [0, 2])],
+    ids=["never", "always", "sometimes"],
+)
+def test_the_walk_follows_the_targets_choices(choices, expected, kept):
+    tree = DraftTree(
+        torch.tensor([0, 1, 2, 3, 4]), torch.tensor([-1, 0, 0, 1, 3]), torch.ones(5), torch.tensor([0, 1, 1, 2, 3])
+    )
+    picker = Picker(lambda ids, scores: scores, lambda ids, scores: torch.zeros(1, dtype=torch.bool), False)
+    ids, path, uncut, done = walk(tree, Script(choices).logits, torch.tensor([[0]]), picker)
+    assert ids[0, 1:].tolist() == expected
+    assert path == kept
+    assert (uncut, done) == (len(expected), False)
+
+
+def test_a_text_that_ends_inside_a_step_is_cut_there_but_the_step_counts_in_full():
+    tree = DraftTree(torch.tensor([0, 1, 3]), torch.tensor([-1, 0, 1]), torch.ones(3), torch.tensor([0, 1, 2]))
+    picker = Picker(lambda ids, scores: scores, lambda ids, scores: ids[:, -1] == 1, False)
+    ids, _, uncut, done = walk(tree, Script([1, 3, 5]).logits, torch.tensor([[0]]), picker)
+    assert (ids[0].tolist(), uncut, done) == ([0, 1], 3, True)
+
+
+def test_what_is_not_supported_is_refused_by_name():
+    model, ids = model_and_prompt("qwen3_moe", 0)
+    with pytest.raises(InputError, match="batch of 2 texts"):
+        generate(model, ids.repeat(2, 1), drafter=EmptyDrafter(), policy="confidence", max_new_tokens=4)
+    with pytest.raises(InputError, match="remove the padded tokens"):
+        mask = torch.tensor([[0, 1, 1, 1, 1, 1]])
+        generate(model, ids, drafter=EmptyDrafter(), policy="confidence", max_new_tokens=4, attention_mask=mask)
+    with pytest.raises(InputError, match="use_cache=False"):
+        generate(model, ids, drafter=EmptyDrafter(), policy="confidence", max_new_tokens=4, use_cache=False)
+    with pytest.raises(InputError, match="needs footprints"):
+        Method(EmptyDrafter(), "marginal")
+
+
+def test_return_dict_gives_the_sequences():
+    model, ids = model_and_prompt("qwen3_moe", 0)
+    with RoutingRecorder(model) as recorder:
+        loop = SpeculativeLoop(Method(EmptyDrafter(), "confidence"), recorder)
+        config = GenerationConfig(max_new_tokens=5, return_dict_in_generate=True, do_sample=False)
+        out = model.generate(ids, generation_config=config, custom_generate=loop)
+    assert out.sequences.shape == (1, 11)

@@ -1,0 +1,309 @@
+"""Training end to end: limits and schedule, a learnable trace is learned, the command writes what the contract says.
+
+Letters: T tokens, L MoE layers, E experts, K experts per token, V vocabulary.
+"""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel
+
+from ecospec.configs.cli import parse
+from ecospec.configs.schema import TargetConfig
+from ecospec.data.module import TraceDataModule
+from ecospec.data.traces import read_traces
+from ecospec.predictor import cli
+from ecospec.predictor.config import BackboneConfig, TrainConfig
+from ecospec.predictor.embedding import load_embedding
+from ecospec.predictor.fit import build_predictor, evaluate, fit, make_trainer, replace_folder
+from ecospec.predictor.lightning import FINAL_FACTOR, Limits, PredictorModule, learning_rate_factor
+from ecospec.predictor.model import ExpertPredictor
+from ecospec.tracing.cli import main as trace_main
+from ecospec.tracing.target import MoeShape
+from tests.tiny import tiny_target_folder
+
+L, E, K, V, D = 2, 12, 3, 24, 16
+SHAPE = MoeShape("qwen3_moe", (0, 1), E, K, V, D)
+SMALL = BackboneConfig(hidden_size=32, num_layers=1, num_heads=4, intermediate_size=48)
+TABLE = torch.randn(V, D, generator=torch.Generator().manual_seed(5))
+ROW_KEYS = {
+    "overlap",
+    "overlap_all",
+    "overlap_train",
+    "overlap_by_layer",
+    "overlap_by_dataset",
+    "excess_loss",
+    "seconds_per_step",
+}
+
+
+class MemoryTraces(list):
+    num_layers, num_experts, top_k = L, E, K
+
+
+def learnable_traces(seed: int, samples: int = 60, T: int = 16) -> MemoryTraces:
+    """Layer 0 routes by token, layer 1 by the token before: what counting tokens cannot know."""
+    rng = np.random.default_rng(seed)
+    experts_VLK = np.sort(rng.random((V, L, E)).argsort(-1)[..., :K], axis=-1).astype(np.uint8)
+    traces = MemoryTraces()
+    for i in range(samples):
+        ids = rng.integers(0, V, T).astype(np.int32)
+        before = np.concatenate([ids[:1], ids[:-1]])
+        experts_TLK = np.stack([experts_VLK[ids, 0], experts_VLK[before, 1]], axis=1)
+        split = "test" if i % 5 == 0 else "train"
+        traces.append(
+            SimpleNamespace(input_ids=ids, prompt_len=3, experts=experts_TLK, dataset="synthetic", split=split)
+        )
+    return traces
+
+
+def options(**changes: object) -> TrainConfig:
+    base = {"backbone": SMALL, "tokens_per_batch": 128, "learning_rate": 1e-2, "warmup_steps": 5, "threads": 1}
+    return TrainConfig(**base | changes)
+
+
+def trained(traces: MemoryTraces, config: TrainConfig) -> tuple[ExpertPredictor, dict]:
+    predictor = build_predictor(config, SHAPE, "hash", TABLE)
+    return predictor, fit(predictor, traces, config)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_fifty_steps_beat_frequency_on_a_learnable_trace(seed):
+    traces = learnable_traces(seed)
+    predictor, training = trained(traces, options(max_steps=50, seed=seed))
+    metrics = evaluate(predictor, traces)
+    assert training["steps"] == 50
+    assert metrics["overlap"] > metrics["ladder"]["frequency"]["overlap"] + 0.2
+    assert metrics["excess_loss"] < metrics["ladder"]["frequency"]["excess_loss"] - 0.2
+    assert ROW_KEYS | {"ladder"} == set(metrics)
+    assert all(set(rung) == ROW_KEYS for rung in metrics["ladder"].values())
+    assert metrics["ladder"]["token"]["overlap_by_layer"][0] == 1.0  # counting tokens knows the layer that follows them
+
+
+def test_context_is_learned_that_counting_tokens_cannot_know():
+    traces = learnable_traces(0, samples=300)
+    predictor, _ = trained(traces, options(max_steps=200))
+    metrics = evaluate(predictor, traces)
+    assert metrics["overlap_by_layer"][1] > metrics["ladder"]["token"]["overlap_by_layer"][1] + 0.2
+
+
+def test_held_out_samples_teach_nothing():
+    traces = learnable_traces(0)
+    scrambled = learnable_traces(0)
+    for item in scrambled:
+        if item.split == "test":
+            item.experts = (item.experts + 1) % E
+    weights = [list(trained(t, options(max_steps=5))[0].state_dict().values()) for t in (traces, scrambled)]
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def test_the_seed_decides_the_result():
+    traces = learnable_traces(0)
+    heads = [trained(traces, options(max_steps=5, seed=seed))[0].head.weight for seed in (0, 0, 1)]
+    assert torch.equal(heads[0], heads[1])
+    assert not torch.equal(heads[0], heads[2])
+
+
+def test_mixed_precision_trains_and_keeps_float32_weights():
+    traces = learnable_traces(0)
+    predictor, _ = trained(traces, options(max_steps=50, precision="bf16-mixed"))
+    assert {p.dtype for p in predictor.parameters()} == {torch.float32}
+    metrics = evaluate(predictor, traces)
+    assert metrics["overlap"] > metrics["ladder"]["frequency"]["overlap"] + 0.2
+
+
+def test_training_ends_after_the_epochs_asked_for():
+    traces = learnable_traces(0)
+    _, training = trained(traces, options(max_epochs=3))
+    assert training["tokens_seen"] == 3 * sum(len(item.input_ids) for item in traces if item.split == "train")
+
+
+def test_training_ends_when_the_time_is_up():
+    _, training = trained(learnable_traces(0), options(max_minutes=0.02, max_steps=100_000))
+    assert 1.2 <= training["seconds"] < 6
+    assert 0 < training["steps"] < 100_000
+
+
+def test_progress_follows_whichever_limit_is_nearest():
+    assert Limits(minutes=2.0).progress(seconds=60, steps=999, epochs=9) == 0.5
+    assert Limits(steps=10).progress(seconds=999, steps=5, epochs=9) == 0.5
+    assert Limits(epochs=4).progress(seconds=999, steps=999, epochs=1) == 0.25
+    assert Limits(2.0, 10, 4).progress(seconds=12, steps=9, epochs=1) == 0.9
+
+
+def test_the_learning_rate_warms_up_then_falls_to_its_floor_with_progress():
+    warming = [learning_rate_factor(step, 10, 0.0) for step in range(11)]
+    assert warming == pytest.approx([(step + 1) / 11 for step in range(11)])
+    falling = [learning_rate_factor(100, 10, share / 10) for share in range(11)]
+    assert falling == sorted(falling, reverse=True)
+    assert falling[5] == pytest.approx((1 + FINAL_FACTOR) / 2)
+    assert falling[-1] == learning_rate_factor(100, 10, 1.7) == pytest.approx(FINAL_FACTOR)
+
+
+def test_the_learning_rate_falls_with_elapsed_time_when_time_is_the_limit():
+    traces, seen, now = learnable_traces(0), [], [0.0]
+
+    class SixSecondSteps(PredictorModule):
+        def training_step(self, batch: object, batch_idx: int) -> torch.Tensor:
+            seen.append(self.optimizers().param_groups[0]["lr"])
+            now[0] += 6.0
+            return super().training_step(batch, batch_idx)
+
+    config = options(max_minutes=1.0, warmup_steps=0)
+    predictor = build_predictor(config, SHAPE, "hash", TABLE)
+    module = SixSecondSteps(predictor, config, len(traces), seconds_now=lambda: now[0])
+    make_trainer(config).fit(module, datamodule=TraceDataModule(traces, config.tokens_per_batch))
+    expected = [config.learning_rate * learning_rate_factor(step, 0, step / 10) for step in range(10)]
+    assert seen == pytest.approx(expected)
+
+
+def test_a_pretrained_backbone_keeps_its_weights_and_loses_its_vocabulary(tmp_path):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.for_model("llama", vocab_size=50, intermediate_size=48, pad_token_id=49, **sizes)
+    torch.manual_seed(7)
+    pretrained = AutoModel.from_config(config)
+    pretrained.save_pretrained(tmp_path)
+    changed = options(backbone=BackboneConfig(path=str(tmp_path)), max_steps=1)
+    predictor = build_predictor(changed, SHAPE, "hash", TABLE)
+    expected = {name: weight for name, weight in pretrained.state_dict().items() if "embed_tokens" not in name}
+    found = predictor.backbone.state_dict()
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    predictor.save_pretrained(tmp_path / "exported")
+    reloaded = ExpertPredictor.from_pretrained(tmp_path / "exported").attach_embedding(TABLE)
+    ids = torch.arange(V)[None]
+    assert torch.equal(reloaded(ids), predictor.eval()(ids))
+
+
+def test_replacing_a_folder_is_all_or_nothing(tmp_path):
+    folder = tmp_path / "out"
+    replace_folder(folder, lambda partial: (partial / "a").write_text("old"))
+
+    def fail(partial: Path) -> None:
+        (partial / "a").write_text("half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        replace_folder(folder, fail)
+    assert (folder / "a").read_text() == "old"
+    replace_folder(folder, lambda partial: (partial / "b").write_text("new"))
+    assert [path.name for path in folder.iterdir()] == ["b"]
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> Path:
+    """A trace folder of the tiny target, with samples of both splits."""
+    root = tmp_path_factory.mktemp("recorded")
+    prompts = root / "words.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"word {i}"}) + "\n" for i in range(16)))
+    arguments = ["--target", str(tiny_target), "--prompts", str(prompts), "--max-new-tokens", "12"]
+    assert trace_main(["run", *arguments, "--output", str(root / "traces")]) == 0
+    assert {item.split for item in read_traces(root / "traces")} == {"train", "test"}
+    return root / "traces"
+
+
+def command(target: Path, traces: Path, output: Path, *more: str) -> list[str]:
+    folders = ["--target", str(target), "--traces", str(traces), "--output", str(output)]
+    sizes = ["--backbone.hidden_size", "32", "--backbone.num_layers", "1", "--tokens-per-batch", "128"]
+    return ["predictor", "--config", "lab/predictor", *folders, *sizes, "--max-steps", "20", *more]
+
+
+def test_the_command_writes_the_predictor_folder_and_a_table(recorded, tiny_target, tmp_path, capsys):
+    output = tmp_path / "predictor"
+    assert cli.main(command(tiny_target, recorded, output)) == 0
+    assert {p.name for p in output.iterdir()} == {"config.json", "model.safetensors", "metrics.json", "provenance.json"}
+    metrics = json.loads((output / "metrics.json").read_text())
+    assert ROW_KEYS | {"ladder"} == metrics.keys()
+    assert metrics["ladder"].keys() == {"frequency", "token"}
+    assert math.isfinite(metrics["excess_loss"]) and 0 < metrics["overlap"] <= 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:4]] == ["predictor", "frequency", "token"]
+    assert lines[1].split()[1] == f"{metrics['overlap']:.3f}"
+    provenance = json.loads((output / "provenance.json").read_text())
+    assert provenance["training"]["steps"] == 20
+    assert provenance["traces"]["target"]["name"] == str(tiny_target)
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_an_exported_predictor_scores_what_its_metrics_say(recorded, tiny_target, tmp_path):
+    assert cli.main(command(tiny_target, recorded, tmp_path / "predictor")) == 0
+    saved = json.loads((tmp_path / "predictor" / "metrics.json").read_text())
+    predictor = ExpertPredictor.from_pretrained(tmp_path / "predictor")
+    predictor.attach_embedding(load_embedding(TargetConfig(name=str(tiny_target))))
+    again = evaluate(predictor, read_traces(recorded))
+    assert again["overlap_by_layer"] == saved["overlap_by_layer"]
+    assert again["excess_loss"] == pytest.approx(saved["excess_loss"])
+
+
+def test_a_finished_folder_is_kept_unless_overwrite_is_given(recorded, tiny_target, tmp_path, capsys):
+    output = tmp_path / "predictor"
+    output.mkdir()
+    (output / "mine.txt").write_text("precious")
+    assert cli.main(command(tiny_target, recorded, output)) == 2
+    assert "--overwrite" in one_error_line(capsys)
+    assert (output / "mine.txt").exists()
+    assert cli.main(command(tiny_target, recorded, output, "--overwrite")) == 0
+    assert not (output / "mine.txt").exists()
+
+
+def test_traces_of_another_target_are_refused_naming_both(recorded, tiny_target, tmp_path, capsys):
+    other = tiny_target_folder(tmp_path / "other", seed=1, num_hidden_layers=2)
+    assert cli.main(command(other, recorded, tmp_path / "out")) == 2
+    line = one_error_line(capsys)
+    assert str(other) in line and str(tiny_target) in line
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (["--traces", "no-such-folder"], "no-such-folder"),
+        (["--backbone.path", "no-such-backbone"], "--backbone.path"),
+        (["--backbone.num_heads", "5"], "--backbone.num_heads 5"),
+        (["--tokens-per-batch", "0"], "--tokens_per_batch 0"),
+        (["--learning-rate", "fast"], "learning_rate"),
+        (["--max-minuets", "1"], "max-minuets"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(change, named, recorded, tiny_target, tmp_path, capsys):
+    assert cli.main(command(tiny_target, recorded, tmp_path / "out", *change)) == 2
+    assert named.replace("-", "_") in one_error_line(capsys).replace("-", "_")
+
+
+@pytest.mark.parametrize("key", ["traces", "output", "max_minutes"])
+def test_a_missing_key_is_named(key, recorded, tiny_target, tmp_path, capsys):
+    given = {"target": tiny_target, "traces": recorded, "output": tmp_path / "out", "max_minutes": 1} | {key: None}
+    words = [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+    assert cli.main(["predictor", *words]) == 2
+    assert f"--{key}" in one_error_line(capsys)
+
+
+def test_the_shipped_configuration_parses_and_fits_its_budget():
+    config, _ = parse("ecospec-train predictor", TrainConfig, ["--config", "lab/predictor"])
+    assert config.max_minutes == 2.0
+    lab = MoeShape("qwen3_moe", tuple(range(8)), 64, 8, 64, 128)
+    predictor = build_predictor(config, lab, "hash", torch.randn(64, 128))
+    assert 300_000 < predictor.num_parameters() <= 600_000
+
+
+def test_help_needs_no_torch():
+    code = "import sys; from ecospec.predictor.cli import main\n"
+    code += "try: main(['predictor', '--help'])\nexcept SystemExit: pass\n"
+    run = subprocess.run(
+        [sys.executable, "-c", f"{code}sys.exit('torch' in sys.modules)"], capture_output=True, text=True
+    )
+    assert run.returncode == 0 and "--max_minutes" in run.stdout
+
+
+def one_error_line(capsys: pytest.CaptureFixture[str]) -> str:
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("ecospec-train: ")]
+    assert len(lines) == 1
+    return lines[0]

@@ -1,0 +1,116 @@
+"""Prompt files in, prompts out; every kind of bad input is one clear message."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ecospec.configs.errors import InputError
+from ecospec.configs.schema import PromptConfig
+from ecospec.data.prompts import known_datasets, read_prompts
+
+
+def write_rows(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def refused(config: PromptConfig) -> str:
+    with pytest.raises(InputError) as caught:
+        read_prompts(config)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_a_sample_id_is_dataset_row_and_turn(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "mine.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
+    prompts = read_prompts(PromptConfig(prompts=str(path)))
+    assert [p.sample_id for p in prompts] == ["mine/0/0", "mine/1/0"]
+    assert [(p.dataset, p.row, p.turn, p.text) for p in prompts] == [("mine", 0, 0, "a"), ("mine", 1, 0, "b")]
+
+
+def test_only_a_newline_ends_a_row(tmp_path: Path) -> None:
+    texts = ["one\u2028still one", "two\u0085still two", "three\x0cstill three"]
+    path = write_rows(tmp_path / "odd.jsonl", [{"prompt": text} for text in texts])
+    assert [p.text for p in read_prompts(PromptConfig(prompts=str(path)))] == texts
+
+
+def test_an_answer_is_answer_or_else_reference(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "answer": "x", "reference": "y"}, {"prompt": "b", "reference": "y"}, {"prompt": "c"}]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    assert [p.answer for p in read_prompts(PromptConfig(prompts=str(path)))] == ["x", "y", None]
+
+
+def test_a_text_file_is_a_prompt_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "p.txt"
+    path.write_bytes(b"first\r\n\n  second\n")
+    assert [p.text for p in read_prompts(PromptConfig(prompts=str(path)))] == ["first", "  second"]
+
+
+def test_of_several_turns_the_first_is_used(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "mt.jsonl", [{"prompt": "first", "turns": ["first", "second"]}])
+    assert [(p.text, p.turn) for p in read_prompts(PromptConfig(prompts=str(path)))] == [("first", 0)]
+
+
+def test_samples_counts_per_data_set_from_its_start(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_rows(tmp_path / f"{name}.jsonl", [{"prompt": f"{name}{i}"} for i in range(3)])
+    prompts = read_prompts(PromptConfig(datasets=["b", "a"], data_dir=str(tmp_path), samples=2))
+    assert [p.text for p in prompts] == ["b0", "b1", "a0", "a1"]
+
+
+def test_prompts_win_over_datasets(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "mine.jsonl", [{"prompt": "a"}])
+    assert len(read_prompts(PromptConfig(prompts=str(path), datasets=["nonsense"]))) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"prompt": "a"', "not JSON"),
+        ("[1]", "no `prompt` text"),
+        ('{"question": "a"}', "no `prompt` text"),
+        ('{"prompt": ""}', "no `prompt` text"),
+        ('{"prompt": "a", "answer": 7}', "must be text"),
+    ],
+)
+def test_a_bad_row_is_named_by_its_line_number(tmp_path: Path, line: str, problem: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "good"}\n\n' + line + "\n")
+    message = refused(PromptConfig(prompts=str(path)))
+    assert f"{path}, line 3" in message
+    assert problem in message
+
+
+def test_a_missing_an_empty_and_a_binary_file_are_refused_by_name(tmp_path: Path) -> None:
+    empty, binary = tmp_path / "empty.jsonl", tmp_path / "binary.txt"
+    empty.write_text("\n\n")
+    binary.write_bytes(b"\xff\xfe\x00")
+    assert "no such prompt file" in refused(PromptConfig(prompts=str(tmp_path / "absent.jsonl")))
+    assert "no such prompt file" in refused(PromptConfig(prompts=str(tmp_path)))
+    assert str(empty) in refused(PromptConfig(prompts=str(empty)))
+    assert "not UTF-8" in refused(PromptConfig(prompts=str(binary)))
+
+
+def test_an_unknown_data_set_lists_the_known_ones(tmp_path: Path) -> None:
+    write_rows(tmp_path / "mine.jsonl", [{"prompt": "a"}])
+    message = refused(PromptConfig(datasets=["yours"], data_dir=str(tmp_path)))
+    assert "yours" in message and "mine" in message
+
+
+def test_other_bad_choices_are_refused_with_their_option(tmp_path: Path) -> None:
+    write_rows(tmp_path / "mine.jsonl", [{"prompt": "a"}])
+    assert "--prompts" in refused(PromptConfig())
+    assert "--samples" in refused(PromptConfig(datasets=["mine"], data_dir=str(tmp_path), samples=0))
+    assert "twice" in refused(PromptConfig(datasets=["mine", "mine"], data_dir=str(tmp_path)))
+    assert "--data_dir" in refused(PromptConfig(datasets=["mine"], data_dir=str(tmp_path / "absent")))
+
+
+def test_the_lab_s_data_sets_are_named_by_domain_and_use() -> None:
+    domains = ("maths", "code", "terms", "prose")
+    assert set(known_datasets()) == {f"lab/{d}" for d in domains} | {f"lab/train/{d}" for d in domains}
+    for name in known_datasets():
+        prompts = read_prompts(PromptConfig(datasets=[name]))
+        assert len(prompts) >= (100 if "train" in name else 40)
+        assert prompts[0].sample_id == f"{name}/0/0"

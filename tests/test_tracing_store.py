@@ -1,0 +1,339 @@
+"""Trace folders keep every id, come back as they were written, and give away any damage."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from ecospec.configs.errors import DamageError, InputError
+from ecospec.configs.files import read_json, sha256_file, write_json
+from ecospec.data.traces import read_traces
+from ecospec.tracing import store
+from ecospec.tracing.check import check_folder
+from ecospec.tracing.export import export_tokens
+from ecospec.tracing.layout import COLUMNS, decode_experts, encode_experts, id_dtype, split_of
+from ecospec.tracing.store import TraceFolder
+
+L, K = 3, 2
+KEYS = [f"key{i}" for i in range(6)]
+
+
+def header(num_experts: int = 8, seed: int = 0, samples: int = 6) -> dict:
+    return {
+        "schema": 1,
+        "target": {"name": "tiny"},
+        "moe_layers": [1, 2, 4],
+        "num_experts": num_experts,
+        "top_k": K,
+        "id_dtype": id_dtype(num_experts).name,
+        "prompts": [{"dataset": "lab/maths", "samples": samples}],
+        "generation": {"seed": seed},
+    }
+
+
+def random_experts(T: int, num_experts: int = 8, seed: int = 0) -> np.ndarray:
+    generator = np.random.default_rng(seed)
+    return np.stack([generator.permutation(num_experts)[:K] for _ in range(T * L)]).reshape(T, L, K)
+
+
+def row(index: int, num_experts: int = 8) -> dict:
+    T = 4 + index
+    return {
+        "key": KEYS[index],
+        "sample_id": f"lab/maths/{index}/0",
+        "dataset": "lab/maths",
+        "turn": 0,
+        "input_ids": list(range(T)),
+        "prompt_len": 3,
+        "experts": encode_experts(random_experts(T, num_experts, seed=index), num_experts),
+        "split": split_of("lab/maths", index),
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A complete trace folder of six samples in three parts."""
+    monkeypatch.setattr(store, "COMMIT_SECONDS", 0.0)
+    opened = TraceFolder(tmp_path / "traces", header())
+    for first in (0, 2, 4):
+        opened.add([row(first), row(first + 1)])
+    opened.finalise(KEYS)
+    return tmp_path / "traces"
+
+
+def rewrite_part(folder: Path, change: Callable[[list[dict]], list[dict] | pa.Table]) -> None:
+    """Replace the first part by a changed one that the manifest agrees with, as a faulty writer would have left it."""
+    manifest = read_json(folder / "manifest.json")
+    part = manifest["parts"][0]
+    rows = change(pq.read_table(folder / part["file"]).to_pylist())
+    table = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows, schema=COLUMNS)
+    pq.write_table(table, folder / part["file"])
+    part["sha256"], part["rows"] = sha256_file(folder / part["file"]), table.num_rows
+    manifest["samples"]["written"] = sum(p["rows"] for p in manifest["parts"])
+    write_json(folder / "manifest.json", manifest)
+
+
+def first_row(**changes: object) -> Callable[[list[dict]], list[dict]]:
+    return lambda rows: [rows[0] | changes, *rows[1:]]
+
+
+def bytes_of(experts_TLK: np.ndarray) -> bytes:
+    return experts_TLK.astype(np.uint8).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "name"), [(2, "uint8"), (64, "uint8"), (256, "uint8"), (257, "uint16"), (300, "uint16")]
+)
+def test_ids_take_the_narrowest_unsigned_type_and_come_back_ascending(num_experts: int, name: str) -> None:
+    assert id_dtype(num_experts).name == name
+    for seed in range(5):
+        experts = random_experts(7, num_experts, seed)
+        value = encode_experts(experts, num_experts)
+        assert len(value) == 7 * L * K * id_dtype(num_experts).itemsize
+        decoded = decode_experts(value, L, K, num_experts)
+        assert np.array_equal(decoded, np.sort(experts, -1))
+        assert (decoded[..., 0] < decoded[..., 1]).all()
+
+
+def test_values_that_end_in_zero_bytes_survive_the_file(tmp_path: Path) -> None:
+    low = np.tile([3, 255], (5, L, 1))  # in uint16 every group ends in a zero byte
+    opened = TraceFolder(tmp_path, header(300, samples=1))
+    value = encode_experts(low, 300)
+    assert value[-1] == 0
+    opened.add([row(1, 300) | {"experts": value}])
+    opened.finalise(KEYS[1:2])
+    check_folder(tmp_path)
+    (trace,) = read_traces(tmp_path)
+    assert trace.experts.dtype == np.uint16
+    assert np.array_equal(trace.experts, low)
+
+
+@pytest.mark.parametrize("ids", [[0, 8], [-1, 3], [3, 3]])
+def test_unsound_ids_are_never_written(ids: list[int]) -> None:
+    with pytest.raises(DamageError):
+        encode_experts(np.tile(ids, (2, L, 1)), 8)
+
+
+def test_traces_read_back_are_those_written(folder: Path) -> None:
+    check_folder(folder)
+    traces = read_traces(folder)
+    assert (len(traces), traces.num_layers, traces.num_experts, traces.top_k) == (6, L, 8, K)
+    by_key = {trace.key: trace for trace in traces}
+    assert sorted(by_key) == KEYS
+    for index, key in enumerate(KEYS):
+        trace, written = by_key[key], row(index)
+        assert trace.input_ids.dtype == np.int32
+        assert trace.input_ids.tolist() == written["input_ids"]
+        assert np.array_equal(trace.experts, np.sort(random_experts(4 + index, seed=index), -1))
+        for name in ("sample_id", "dataset", "turn", "prompt_len", "split"):
+            assert getattr(trace, name) == written[name]
+    assert traces[-1].key == list(traces)[-1].key
+    with pytest.raises(IndexError):
+        traces[6]
+
+
+def test_splits_are_complementary_stable_and_about_80_to_20(folder: Path) -> None:
+    train, test = ({t.key for t in read_traces(folder, split)} for split in ("train", "test"))
+    assert train | test == set(KEYS) and not train & test and test
+    share = np.mean([split_of("lab/maths", i) == "train" for i in range(5000)])
+    assert 0.78 < share < 0.82
+    with pytest.raises(InputError, match="split"):
+        read_traces(folder, "valid")
+
+
+def test_the_binary_column_has_no_dictionary_and_is_compressed(folder: Path) -> None:
+    for path in folder.glob("part-*.parquet"):
+        group = pq.ParquetFile(path).metadata.row_group(0)
+        column = next(c for c in map(group.column, range(group.num_columns)) if c.path_in_schema == "experts")
+        assert column.compression == "ZSTD"
+        assert not column.has_dictionary_page
+
+
+def test_a_part_may_hold_several_batches_each_its_own_row_group(tmp_path: Path) -> None:
+    opened = TraceFolder(tmp_path, header(samples=3))
+    opened.add([row(0), row(1)])
+    opened.add([row(2)])
+    assert not list(tmp_path.glob("part-*"))
+    opened.finalise(KEYS[:3])
+    (part,) = tmp_path.glob("part-*")
+    assert pq.ParquetFile(part).num_row_groups == 2
+    check_folder(tmp_path)
+
+
+def test_a_large_batch_commits_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "COMMIT_BYTES", 20)
+    TraceFolder(tmp_path, header()).add([row(0)])
+    assert TraceFolder(tmp_path, header()).finished == {KEYS[0]}
+
+
+def test_resuming_finds_finished_keys_and_removes_leftovers(tmp_path: Path) -> None:
+    opened = TraceFolder(tmp_path, header(samples=3))
+    opened.add([row(0), row(1)])
+    opened.commit()
+    opened.add([row(2)])  # never committed
+    (tmp_path / ".part-00.parquet.77.partial").write_bytes(b"PAR1")
+    resumed = TraceFolder(tmp_path, header(samples=3))
+    assert resumed.finished == set(KEYS[:2])
+    assert not resumed.complete
+    assert not list(tmp_path.glob(".*"))
+    resumed.add([row(2)])
+    resumed.finalise(KEYS[:3])
+    assert check_folder(tmp_path)["samples"] == {"written": 3, "rejected": 0}
+
+
+def test_a_folder_of_another_configuration_is_refused_finished_or_not(folder: Path) -> None:
+    with pytest.raises(InputError, match=r"generation\.seed is 0, not 1"):
+        TraceFolder(folder, header(seed=1))
+    (folder / "manifest.json").unlink()
+    with pytest.raises(InputError, match=r"generation\.seed is 0, not 1"):
+        TraceFolder(folder, header(seed=1))
+
+
+def test_a_folder_of_something_else_is_refused_untouched(tmp_path: Path) -> None:
+    (tmp_path / ".draft.partial").write_text("mine")
+    with pytest.raises(InputError, match=r"draft\.partial"):
+        TraceFolder(tmp_path, header())
+    (tmp_path / "thesis.tex").write_text("mine too")
+    with pytest.raises(InputError, match="no trace folder"):
+        TraceFolder(tmp_path, header())
+    assert len(list(tmp_path.iterdir())) == 2
+    with pytest.raises(InputError, match="is a file"):
+        TraceFolder(tmp_path / "thesis.tex", header())
+
+
+def test_finalising_with_a_sample_missing_or_twice_is_damage(tmp_path: Path) -> None:
+    opened = TraceFolder(tmp_path, header())
+    opened.add([row(0)])
+    with pytest.raises(DamageError, match="1 samples written where 2"):
+        opened.finalise(KEYS[:2])
+    opened.add([row(0), row(1)])
+    with pytest.raises(DamageError, match="3 samples written where 2"):
+        opened.finalise(KEYS[:2])
+    assert not opened.complete
+
+
+def test_a_part_that_cannot_be_read_is_damage_with_a_remedy(folder: Path) -> None:
+    part = min(folder.glob("part-*"))
+    part.write_bytes(part.read_bytes()[:40])
+    with pytest.raises(DamageError, match="run the same command again"):
+        TraceFolder(folder, header())
+
+
+def test_check_accepts_a_sound_folder(folder: Path) -> None:
+    assert len(check_folder(folder)["parts"]) == 3
+
+
+def test_check_tells_no_trace_folder_from_an_unfinished_one(folder: Path, tmp_path: Path) -> None:
+    (folder / "manifest.json").unlink()
+    with pytest.raises(DamageError, match="run the same ecospec-trace command again"):
+        check_folder(folder)
+    with pytest.raises(InputError, match="run the same ecospec-trace command again"):
+        read_traces(folder)
+    (tmp_path / "empty").mkdir()
+    for other in (tmp_path / "empty", tmp_path / "absent", Path(__file__)):
+        with pytest.raises(InputError):
+            check_folder(other)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", json.dumps(header() | {"schema": 99, "samples": {}, "parts": []})])
+def test_a_manifest_that_is_none_is_bad_input(folder: Path, text: str) -> None:
+    (folder / "manifest.json").write_text(text)
+    with pytest.raises(InputError, match=r"manifest\.json"):
+        check_folder(folder)
+
+
+def test_a_flipped_byte_is_damage(folder: Path) -> None:
+    part = min(folder.glob("part-*"))
+    content = bytearray(part.read_bytes())
+    content[len(content) // 2] ^= 1
+    part.write_bytes(content)
+    with pytest.raises(DamageError, match="sha256"):
+        check_folder(folder)
+
+
+def test_a_missing_and_an_unlisted_part_are_damage(folder: Path) -> None:
+    part = min(folder.glob("part-*"))
+    stray = part.with_name("part-stray.parquet")
+    stray.write_bytes(part.read_bytes())
+    with pytest.raises(DamageError, match="not listed"):
+        check_folder(folder)
+    part.unlink()
+    with pytest.raises(DamageError, match="missing"):
+        check_folder(folder)
+    with pytest.raises(DamageError, match="missing"):
+        read_traces(folder)
+
+
+ASCENDING = np.tile([1, 5], (4, L, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (first_row(experts=bytes_of(ASCENDING)[:-1]), "no whole number of tokens"),
+        (first_row(experts=bytes_of(ASCENDING)[: -L * K]), "3 tokens beside 4"),
+        (first_row(experts=bytes_of(np.tile([1, 8], (4, L, 1)))), "outside 0..7"),
+        (first_row(experts=bytes_of(np.tile([5, 1], (4, L, 1)))), "do not ascend"),
+        (first_row(experts=bytes_of(np.tile([5, 5], (4, L, 1)))), "twice in a layer"),
+        (first_row(experts=bytes(4 * L * K)), "twice in a layer"),
+        (first_row(prompt_len=0), "prompt_len"),
+        (first_row(prompt_len=99), "prompt_len"),
+        (first_row(split="valid"), "split"),
+        (first_row(dataset="lab/code"), "dataset"),
+        (first_row(key=None), "missing"),
+        (lambda rows: [rows[1], rows[1]], "key occurs twice"),
+        (lambda rows: pa.table({"key": ["a", "b"]}), "columns"),
+    ],
+)
+def test_check_finds_what_a_faulty_writer_left(folder: Path, change: Callable, problem: str) -> None:
+    first = read_json(folder / "manifest.json")["parts"][0]["file"]
+
+    def on_four_tokens(rows: list[dict]) -> object:
+        rows[0] |= {"input_ids": [0, 1, 2, 3], "prompt_len": 3, "experts": bytes_of(ASCENDING)}
+        return change(rows)
+
+    rewrite_part(folder, list)  # rewriting alone leaves a sound folder
+    check_folder(folder)
+    rewrite_part(folder, on_four_tokens)
+    with pytest.raises(DamageError, match=problem) as caught:
+        check_folder(folder)
+    assert first in str(caught.value)
+
+
+def test_counts_that_disagree_with_the_manifest_are_damage(folder: Path) -> None:
+    manifest = read_json(folder / "manifest.json")
+    manifest["samples"]["written"] = 7
+    write_json(folder / "manifest.json", manifest)
+    with pytest.raises(DamageError, match="6 samples where the manifest says 7"):
+        check_folder(folder)
+    manifest["parts"][1]["rows"] = 3
+    write_json(folder / "manifest.json", manifest)
+    with pytest.raises(DamageError, match="2 rows where the manifest says 3"):
+        check_folder(folder)
+
+
+def test_a_prompt_without_a_sample_is_damage(folder: Path) -> None:
+    manifest = read_json(folder / "manifest.json")
+    manifest["prompts"][0]["samples"] = 7
+    write_json(folder / "manifest.json", manifest)
+    with pytest.raises(DamageError, match="6 samples written and 0 rejected of 7 prompts"):
+        check_folder(folder)
+
+
+def test_the_exported_table_has_a_row_a_token_with_its_own_ids(folder: Path, tmp_path: Path) -> None:
+    tokens = sum(4 + index for index in range(6))
+    assert export_tokens(folder, tmp_path / "sql") == tokens
+    rows = pq.read_table(tmp_path / "sql" / "tokens.parquet").to_pylist()
+    assert len(rows) == tokens
+    traces = {trace.sample_id: trace for trace in read_traces(folder)}
+    for found in rows:
+        trace, position = traces[found["sample_id"]], found["position"]
+        assert found["token_id"] == trace.input_ids[position]
+        assert found["is_prompt"] == (position < 3)
+        assert (found["dataset"], found["split"]) == (trace.dataset, trace.split)
+        ids = [found[f"experts_layer_{layer}"] for layer in (1, 2, 4)]
+        assert np.array_equal(ids, trace.experts[position])

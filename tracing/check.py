@@ -1,0 +1,103 @@
+"""Verify a trace folder against its manifest, part by part, without a model.
+
+Letters: T tokens, L MoE layers, E experts, K experts per token.
+"""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ecospec.configs.errors import DamageError
+from ecospec.configs.files import sha256_file
+from ecospec.tracing.layout import (
+    COLUMNS,
+    MANIFEST,
+    PARTS,
+    decode_experts,
+    id_dtype,
+    read_manifest,
+    require_sound_ids,
+    split_of,
+)
+
+
+def check_folder(folder: str | Path) -> dict:
+    """The manifest of a sound trace folder.
+
+    Raises InputError when `folder` is no trace folder, DamageError for an unfinished run and for anything that is not
+    as the manifest says: parts, checksums, columns, row counts, ids, a sample missing or written twice.
+    """
+    folder = Path(folder)
+    if folder.is_dir() and any(folder.glob(PARTS)) and not (folder / MANIFEST).exists():
+        raise DamageError(f"{folder}: the run did not finish; run the same ecospec-trace command again")
+    manifest = read_manifest(folder)
+    _require_listed(folder, manifest)
+    if manifest["id_dtype"] != id_dtype(manifest["num_experts"]).name:
+        raise DamageError(f"{folder / MANIFEST}: id_dtype {manifest['id_dtype']} is not that of num_experts")
+    keys: set[str] = set()
+    for part in manifest["parts"]:
+        _check_part(folder / part["file"], part, manifest, keys)
+    _require_all(folder, len(keys), manifest)
+    return manifest
+
+
+def _require_listed(folder: Path, manifest: dict) -> None:
+    listed = {part["file"] for part in manifest["parts"]}
+    present = {path.name for path in folder.glob(PARTS)}
+    for name in sorted(listed - present):
+        raise DamageError(f"{folder / name}: listed in the manifest but missing")
+    for name in sorted(present - listed):
+        raise DamageError(f"{folder / name}: not listed in the manifest; it does not belong to this trace")
+
+
+def _require_all(folder: Path, found: int, manifest: dict) -> None:
+    written, rejected = manifest["samples"]["written"], manifest["samples"]["rejected"]
+    expected = sum(source["samples"] for source in manifest["prompts"])
+    if found != written:
+        raise DamageError(f"{folder}: {found} samples where the manifest says {written}")
+    if written + rejected != expected:
+        raise DamageError(f"{folder}: {written} samples written and {rejected} rejected of {expected} prompts")
+
+
+def _check_part(path: Path, part: dict, manifest: dict, keys: set[str]) -> None:
+    """Check one part and add its keys to `keys`."""
+    file = _open_part(path, part)
+    for group in range(file.num_row_groups):
+        for row in file.read_row_group(group).to_pylist():
+            try:
+                _check_row(row, manifest)
+            except DamageError as error:
+                raise DamageError(f"{path}, sample {row['sample_id']}: {error}") from None
+            if row["key"] in keys:
+                raise DamageError(f"{path}, sample {row['sample_id']}: its key occurs twice")
+            keys.add(row["key"])
+
+
+def _open_part(path: Path, part: dict) -> pq.ParquetFile:
+    if sha256_file(path) != part["sha256"]:
+        raise DamageError(f"{path}: its sha256 is not the manifest's; the file was changed or damaged")
+    try:
+        file = pq.ParquetFile(path)
+    except pa.ArrowInvalid as error:
+        raise DamageError(f"{path}: not a Parquet file ({error})") from None
+    if not file.schema_arrow.remove_metadata().equals(COLUMNS):
+        raise DamageError(f"{path}: its columns are not those of a trace")
+    if file.metadata.num_rows != part["rows"]:
+        raise DamageError(f"{path}: {file.metadata.num_rows} rows where the manifest says {part['rows']}")
+    return file
+
+
+def _check_row(row: dict, manifest: dict) -> None:
+    if any(value is None for value in row.values()):
+        raise DamageError("a value is missing")
+    T, L = len(row["input_ids"]), len(manifest["moe_layers"])
+    experts_TLK = decode_experts(row["experts"], L, manifest["top_k"], manifest["num_experts"])
+    if len(experts_TLK) != T:
+        raise DamageError(f"expert ids of {len(experts_TLK)} tokens beside {T} tokens")
+    require_sound_ids(experts_TLK, manifest["num_experts"])
+    if not 1 <= row["prompt_len"] <= T:
+        raise DamageError(f"prompt_len {row['prompt_len']} of {T} tokens")
+    dataset, source_row, turn = row["sample_id"].rsplit("/", 2)
+    if (dataset, turn) != (row["dataset"], str(row["turn"])) or split_of(dataset, int(source_row)) != row["split"]:
+        raise DamageError("dataset, turn or split do not fit the sample id")

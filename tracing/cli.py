@@ -1,0 +1,49 @@
+"""`ecospec-trace`. Everything heavy is imported by the command that needs it, so that `--help` answers at once."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ecospec.configs import cli
+from ecospec.configs.errors import InputError
+from ecospec.configs.files import require_new_folder
+from ecospec.tracing.config import TraceConfig
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code of `ecospec-trace ARGV`."""
+    subcommands = [
+        cli.Subcommand("run", "trace prompts into the folder --output; running it again resumes", _run),
+        cli.Subcommand("check", "verify the trace folder DIR", _check, folders=1),
+        cli.Subcommand("export", "rewrite the trace folder DIR for other tools", _export, folders=1),
+    ]
+    return cli.main("ecospec-trace", TraceConfig, subcommands, argv)
+
+
+def _run(config: TraceConfig) -> None:
+    from transformers.utils import logging as transformers_logging
+
+    from ecospec.tracing.run import run_trace
+
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
+    run_trace(config)
+
+
+def _check(_config: TraceConfig, folders: list[str]) -> None:
+    from ecospec.tracing.check import check_folder
+
+    manifest = check_folder(folders[0])
+    layers, experts, top_k = len(manifest["moe_layers"]), manifest["num_experts"], manifest["top_k"]
+    print(f"{folders[0]}: sound; {manifest['samples']['written']} samples in {len(manifest['parts'])} parts, ", end="")
+    print(f"{layers} MoE layers, {top_k} of {experts} experts per token")
+
+
+def _export(config: TraceConfig, folders: list[str]) -> None:
+    from ecospec.tracing.export import TOKENS_FILE, export_tokens
+
+    if config.output is None:
+        raise InputError("no folder to write to: give --output DIR")
+    require_new_folder(Path(config.output), config.overwrite)
+    rows = export_tokens(folders[0], config.output)
+    print(f"{config.output}/{TOKENS_FILE}: {rows} tokens")

@@ -1,0 +1,92 @@
+"""The trace folder's format: file names, columns, how ids become bytes and back. Writes nothing; loads no torch.
+
+A folder holds `part-*.parquet`, visible only when complete, and `manifest.json`, written when the last part is there.
+`experts` is [T, L, K] in C order, ids ascending in each group of K, in the narrowest unsigned type that holds E-1,
+little-endian; its byte length is always T·L·K·itemsize.
+
+The `datasets` library's numpy and torch formats strip trailing zero bytes of such a value: read it with Arrow.
+
+Letters: T tokens, L MoE layers, E experts, K experts per token.
+"""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from ecospec.configs.errors import DamageError, InputError
+from ecospec.configs.files import read_json
+
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+PARTS = "part-*.parquet"
+LEFTOVERS = (".part-*.partial", ".manifest.json.*.partial")  # of `replace_file`
+HEADER_KEY = b"ecospec"  # of each part's schema metadata: the manifest's header as JSON
+TRAIN_PERCENT = 80
+COLUMNS = pa.schema(
+    [
+        ("key", pa.string()),
+        ("sample_id", pa.string()),
+        ("dataset", pa.string()),
+        ("turn", pa.int32()),
+        ("input_ids", pa.list_(pa.int32())),
+        ("prompt_len", pa.int32()),
+        ("experts", pa.binary()),
+        ("split", pa.string()),
+    ]
+)
+_REQUIRED = {"schema", "target", "moe_layers", "num_experts", "top_k", "id_dtype", "prompts", "samples", "parts"}
+
+
+def id_dtype(num_experts: int) -> np.dtype:
+    return np.min_scalar_type(num_experts - 1).newbyteorder("<")
+
+
+def split_of(dataset: str, row: int) -> str:
+    """`train` for 80 % of the rows, else `test`: by sha256 of `dataset/row`, so that all turns fall together."""
+    digest = hashlib.sha256(f"{dataset}/{row}".encode()).hexdigest()
+    return "train" if int(digest, 16) % 100 < TRAIN_PERCENT else "test"
+
+
+def encode_experts(experts_TLK: np.ndarray, num_experts: int) -> bytes:
+    """Raises DamageError when an id is out of range or occurs twice in a group."""
+    sorted_TLK = np.sort(experts_TLK, axis=-1)
+    require_sound_ids(sorted_TLK, num_experts)
+    return sorted_TLK.astype(id_dtype(num_experts)).tobytes()
+
+
+def decode_experts(value: bytes | pa.Buffer, num_layers: int, top_k: int, num_experts: int) -> np.ndarray:
+    """[T, L, K], read-only. Raises DamageError when the bytes are no whole number of tokens."""
+    ids = np.frombuffer(value, np.uint8)
+    dtype = id_dtype(num_experts)
+    if len(ids) % (num_layers * top_k * dtype.itemsize):
+        raise DamageError(f"{len(ids)} bytes of expert ids are no whole number of tokens")
+    return ids.view(dtype).reshape(-1, num_layers, top_k)
+
+
+def require_sound_ids(experts_TLK: np.ndarray, num_experts: int) -> None:
+    """Raises DamageError unless all ids lie in [0, E) and ascend strictly within each group."""
+    if experts_TLK.size and (experts_TLK.min() < 0 or experts_TLK.max() >= num_experts):
+        raise DamageError(f"expert ids outside 0..{num_experts - 1}")
+    if (experts_TLK[..., 1:] <= experts_TLK[..., :-1]).any():
+        raise DamageError("a token uses one expert twice in a layer, or its ids do not ascend")
+
+
+def read_manifest(folder: str | Path) -> dict:
+    """Raises InputError when `folder` is no finished trace folder of this version."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder")
+    path = folder / MANIFEST
+    if not path.exists():
+        unfinished = any(folder.glob(PARTS))
+        remedy = "unfinished: run the same ecospec-trace command again" if unfinished else f"it has no {MANIFEST}"
+        raise InputError(f"{folder}: is not a complete trace folder ({remedy})")
+    manifest = read_json(path)
+    missing = _REQUIRED - set(manifest) if isinstance(manifest, dict) else _REQUIRED
+    if missing:
+        raise InputError(f"{path}: is no trace manifest (without {', '.join(sorted(missing))})")
+    if manifest["schema"] != SCHEMA_VERSION:
+        raise InputError(f"{path}: has trace schema {manifest['schema']}, this version reads {SCHEMA_VERSION}")
+    return manifest

@@ -1,0 +1,139 @@
+"""Load a MoE target: resolve its name, refuse what cannot work before any weight is read, widen where asked."""
+
+import os
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import torch
+import yaml
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+
+from ecospec.configs.cli import shipped_root
+from ecospec.configs.errors import InputError
+from ecospec.configs.files import sha256_json
+from ecospec.configs.schema import TargetConfig
+from ecospec.tracing.routers import find_sites, top_k_of
+from ecospec.tracing.widening import widen_experts
+
+
+@dataclass(frozen=True)
+class MoeShape:
+    """What of a target the whole pipeline must agree on: `layers` are the L MoE layers' own numbers."""
+
+    family: str
+    layers: tuple[int, ...]
+    num_experts: int
+    top_k: int
+    vocab_size: int
+    hidden_size: int
+
+
+@dataclass(frozen=True)
+class Target:
+    """A loaded target. `name` is what the user called it, `path` where it came from."""
+
+    name: str
+    path: str
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    shape: MoeShape
+    config_sha256: str
+
+
+def lab_folder(part: str) -> Path:
+    """A folder of the shipped lab: `target`, `drafter`, `predictor`, `traces` or `prompts`."""
+    return Path(str(resources.files("ecospec.data.lab"))) / part
+
+
+def resolve_target(name: str) -> str:
+    """Hub id or folder behind a target name (`lab`, a folder of `configs/`, or the name itself)."""
+    if name == "lab":
+        return str(lab_folder("target"))
+    shipped = shipped_root() / name / "trace.yaml"
+    if shipped.is_file():
+        target = yaml.safe_load(shipped.read_text())["target"]
+        return target["name"] if isinstance(target, dict) else target
+    return name
+
+
+def load_target_config(config: TargetConfig) -> PreTrainedConfig:
+    """The model's own configuration. Raises InputError for a folder or hub id that has none."""
+    path = resolve_target(config.name)
+    try:
+        return AutoConfig.from_pretrained(path, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"--target.name {config.name}: cannot read a model configuration ({reason})") from None
+
+
+def shape_of(model_config: PreTrainedConfig, trust_remote_code: bool = False) -> MoeShape:
+    """The MoE shape from a configuration alone, on the meta device. Raises InputError for a dense model."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust_remote_code)
+    sites = find_sites(model)
+    text = model_config.get_text_config()
+    return MoeShape(
+        family=text.model_type,
+        layers=tuple(site.layer for site in sites),
+        num_experts=sites[0].num_experts,
+        top_k=top_k_of(model_config),
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
+    )
+
+
+def load_target(config: TargetConfig) -> Target:
+    """Load model and tokenizer. Raises InputError for a dense, unsupported, weightless or mismatched target."""
+    path = resolve_target(config.name)
+    model_config = load_target_config(config)
+    shape = shape_of(model_config, config.trust_remote_code)
+    _require_weights(config, path)
+    tokenizer = load_tokenizer(config, shape.vocab_size)
+    model = AutoModelForCausalLM.from_pretrained(
+        path,
+        config=model_config,
+        revision=config.revision,
+        dtype=config.dtype if config.dtype == "auto" else getattr(torch, config.dtype),
+        experts_implementation=config.experts_implementation,
+        trust_remote_code=config.trust_remote_code,
+    ).eval()
+    if config.expert_mib is not None:
+        widen_experts(model, config.expert_mib)
+    return Target(config.name, path, model, tokenizer, shape, config_hash(model_config))
+
+
+def config_hash(model_config: PreTrainedConfig) -> str:
+    """sha256 of the model's configuration without what depends on library versions or on where it lies."""
+    values = model_config.to_dict()
+    for key in ("transformers_version", "_name_or_path", "dtype", "torch_dtype"):
+        values.pop(key, None)
+    return sha256_json(values)
+
+
+def load_tokenizer(config: TargetConfig, vocab_size: int) -> PreTrainedTokenizerBase:
+    """Raises InputError when there is none, or when it has ids that the model does not know."""
+    path = resolve_target(config.name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"--target.name {config.name}: no usable tokenizer ({' '.join(str(error).split())[:200]})"
+        ) from None
+    if len(tokenizer) > vocab_size:
+        raise InputError(
+            f"--target.name {config.name}: its tokenizer has {len(tokenizer)} tokens but the model only {vocab_size}; "
+            "the folder holds a tokenizer of another model"
+        )
+    return tokenizer
+
+
+def _require_weights(config: TargetConfig, path: str) -> None:
+    if not os.path.isdir(path):  # noqa: PTH112 - a hub id is not a path
+        return
+    folder = Path(path)
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
+        raise InputError(f"--target.name {config.name}: the folder has no weights (*.safetensors)")
