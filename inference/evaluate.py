@@ -21,7 +21,7 @@ from ecospec.data.prompts import Prompt
 from ecospec.inference.assemble import MethodPlan, Workshop
 from ecospec.inference.config import DecodeConfig
 from ecospec.inference.decoder import Method, generate_with
-from ecospec.inference.statistics import Run
+from ecospec.inference.statistics import Run, Step
 from ecospec.tracing.recorder import RoutingRecorder
 from ecospec.tracing.target import Target
 
@@ -137,9 +137,10 @@ def _stock_generate(target: Target, recorder: RoutingRecorder, ids_1T: Tensor, o
     timer = _FirstTokenTimer()
     out = target.model.generate(ids_1T, streamer=timer, **options)
     end = time.perf_counter()
-    recorder.take()
     prompt_at, first_at = timer.times
+    passes = recorder.take()[ids_1T.shape[1] :].split(1)
     run = Run(ids_1T.shape[1], out.shape[1] - ids_1T.shape[1], first_at - prompt_at, end - first_at)
+    run.steps = [Step(emitted=1, verified=1, experts_NLK=experts_1LK) for experts_1LK in passes]
     return out, run
 
 

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from ecospec.configs.errors import InputError
 from ecospec.configs.files import replace_file
 from ecospec.inference.assemble import MethodPlan
 from ecospec.inference.config import DecodeConfig
@@ -54,7 +55,7 @@ def write_steps(path: Path, outcomes: list[Outcome]) -> None:
             "emitted": step.emitted,
             "verified": step.verified,
             "active_experts": step.active_by_layer(),
-            **{f"t_{phase}": step.seconds[phase] for phase in PHASES},
+            **{f"t_{phase}": step.seconds and step.seconds[phase] for phase in PHASES},
             "t_step": step.total,
         }
         for outcome in outcomes
@@ -87,7 +88,7 @@ def _identity(config: DecodeConfig, target: Target, plan: MethodPlan) -> dict:
         "target": target.name,
         "num_experts": target.shape.num_experts,
         "top_k": target.shape.top_k,
-        "moe_layers": len(target.shape.layers),
+        "moe_layers": list(target.shape.layers),
     }
 
 
@@ -120,25 +121,28 @@ def _tokens_and_seconds(group: list[Outcome]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _steps(steps: list[Step]) -> dict:
-    """Means over steps; null where the method has none (Transformers' own loop)."""
+    """Means over steps. Raises InputError when every text ended with its first token."""
     if not steps:
-        names = ["acceptance_length", "acceptance_by_depth", "active_experts", "active_experts_by_layer"]
-        names += ["verified_tokens_per_step", *(f"t_{phase}" for phase in PHASES), "t_other", "t_step"]
-        return dict.fromkeys(names)
+        raise InputError("every text ended with its first token, so there is no step to measure; give other prompts")
     active_NL = np.array([step.active_by_layer() for step in steps])
     emitted = np.array([step.emitted for step in steps])
-    phases = {f"t_{phase}": float(np.mean([step.seconds[phase] for step in steps])) for phase in PHASES}
-    total = float(np.mean([step.total for step in steps]))
     return {
         "acceptance_length": float(emitted.mean()),
         "acceptance_by_depth": [float((emitted > depth).mean()) for depth in range(1, int(emitted.max()))],
         "active_experts": float(active_NL.mean()),
         "active_experts_by_layer": active_NL.mean(0).tolist(),
         "verified_tokens_per_step": float(np.mean([step.verified for step in steps])),
-        **phases,
-        "t_other": total - sum(phases.values()),
-        "t_step": total,
+        **_times(steps),
     }
+
+
+def _times(steps: list[Step]) -> dict:
+    """Mean seconds per step by phase; null for a loop that is not ours."""
+    if steps[0].seconds is None:
+        return dict.fromkeys([*(f"t_{phase}" for phase in PHASES), "t_other", "t_step"])
+    phases = {f"t_{phase}": float(np.mean([step.seconds[phase] for step in steps])) for phase in PHASES}
+    total = float(np.mean([step.total for step in steps]))
+    return {**phases, "t_other": total - sum(phases.values()), "t_step": total}
 
 
 def _lossless(plan: MethodPlan, found: list[Difference]) -> object:

@@ -21,8 +21,8 @@ class Step:
     emitted: int  # tokens, the bonus token included, not cut at the end of the text
     verified: int  # nodes in the pass, the root included
     experts_NLK: Tensor
-    seconds: dict[str, float]  # by phase
-    total: float  # seconds
+    seconds: dict[str, float] | None = None  # by phase; None where the loop is not ours
+    total: float | None = None  # seconds
 
     def active_by_layer(self) -> list[int]:
         """Unique experts that the pass touched, per MoE layer."""

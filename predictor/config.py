@@ -25,7 +25,8 @@ class BackboneConfig:
             raise InputError(f"--backbone: sizes must be positive, got {self}")
         if self.hidden_size % (2 * self.num_heads):
             raise InputError(
-                f"--backbone.num_heads {self.num_heads}: hidden_size {self.hidden_size} must be a multiple of twice that"
+                f"--backbone.num_heads {self.num_heads}: backbone.hidden_size {self.hidden_size} must be a multiple of"
+                f" {2 * self.num_heads}"
             )
 
 

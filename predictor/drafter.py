@@ -21,13 +21,13 @@ from tqdm import tqdm
 from transformers import LlamaConfig
 
 from ecospec.configs.errors import InputError
-from ecospec.configs.files import provenance, write_json
+from ecospec.configs.files import replace_folder, write_json
 from ecospec.data.traces import Trace, TraceSet
 from ecospec.inference.drafters.eagle3 import Eagle3Head, default_feature_layers
 from ecospec.predictor.config import HeadConfig, TrainConfig
 from ecospec.predictor.drafter_rollout import DraftBatch, rollout_losses, score, weighted_loss
 from ecospec.predictor.drafter_text import TargetText, read_text
-from ecospec.predictor.fit import _open, _prepare_process, replace_folder, require_same_target
+from ecospec.predictor.fit import open_traces, prepare_process, require_same_target, training_provenance
 from ecospec.predictor.lightning import LOG_SECONDS, Limits, learning_rate_factor, optimizer_groups
 from ecospec.tracing.target import Target, load_target
 
@@ -40,9 +40,9 @@ def train_drafter(config: TrainConfig) -> dict:
     Raises InputError for a missing key, an output folder in use, traces that are not this target's or too short, or a
     draft vocabulary larger than the target's.
     """
-    traces = _open(config)
+    traces = open_traces(config)
     train, test = (long_enough(traces, split, config.head.steps) for split in ("train", "test"))
-    _prepare_process(config)
+    prepare_process(config)
     target = load_target(config.target)
     require_same_target(traces, config, target.shape, target.config_sha256)
     model = target.model.requires_grad_(False)
@@ -197,8 +197,5 @@ def _export(
 ) -> None:
     head.save(folder)
     write_json(folder / "metrics.json", metrics)
-    source = {"target": traces.manifest["target"], "parts": traces.manifest["parts"]}
     identity = {"name": target.name, "config_sha256": target.config_sha256}
-    write_json(
-        folder / "provenance.json", provenance() | {"config": asdict(config), "target": identity, "traces": source}
-    )
+    write_json(folder / "provenance.json", training_provenance(config, traces) | {"target": identity})

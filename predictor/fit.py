@@ -7,8 +7,6 @@ Letters: N tokens of one decoding step, T tokens, L MoE layers, E experts, V voc
 """
 
 import logging
-import os
-import shutil
 import statistics
 import sys
 import time
@@ -25,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, DynamicCache, PreTrainedConfig
 
 from ecospec.configs.errors import InputError
-from ecospec.configs.files import provenance, require_new_folder, write_json
+from ecospec.configs.files import provenance, replace_folder, require_new_folder, write_json
 from ecospec.data.module import TraceDataModule
 from ecospec.data.traces import TraceSet, read_traces
 from ecospec.predictor.config import BackboneConfig, TrainConfig
@@ -48,11 +46,11 @@ def train_predictor(config: TrainConfig) -> dict:
 
     Raises InputError for a missing key, an output folder in use, or traces that are not this target's.
     """
-    traces = _open(config)
+    traces = open_traces(config)
     model_config = load_target_config(config.target)
     shape = shape_of(model_config, config.target.trust_remote_code)
     require_same_target(traces, config, shape, config_hash(model_config))
-    _prepare_process(config)
+    prepare_process(config)
     predictor = build_predictor(config, shape, config_hash(model_config), load_embedding(config.target))
     training = fit(predictor, traces, config)
     metrics = evaluate(predictor, traces)
@@ -141,25 +139,8 @@ def evaluate(predictor: ExpertPredictor, traces: TraceSet) -> dict:
     return numbers | {"ladder": {name: _simple_numbers(simple, traces) for name, simple in ladder.items()}}
 
 
-def replace_folder(folder: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary folder beside `folder`, then put it in its place.
-
-    A reader sees the old folder, or none for an instant, or the new one whole; a failed write leaves the old one.
-    """
-    folder = folder.absolute()
-    partial, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{kind}") for kind in ("partial", "old"))
-    partial.mkdir(parents=True)
-    try:
-        write(partial)
-        if folder.exists():
-            folder.rename(old)
-        partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def _open(config: TrainConfig) -> TraceSet:
+def open_traces(config: TrainConfig) -> TraceSet:
+    """The traces to learn from. Raises InputError for a missing key, no limit of training, or an output in use."""
     for key in ("traces", "output"):
         if getattr(config, key) is None:
             raise InputError(f"--{key}: missing; give a folder")
@@ -169,7 +150,16 @@ def _open(config: TrainConfig) -> TraceSet:
     return read_traces(config.traces)
 
 
-def _prepare_process(config: TrainConfig) -> None:
+def training_provenance(config: TrainConfig, traces: TraceSet) -> dict:
+    """What `provenance.json` says of anything trained on traces; `datasets` names the prompts that were seen."""
+    return provenance() | {
+        "config": asdict(config),
+        "datasets": sorted(source["dataset"] for source in traces.manifest["prompts"]),
+        "traces": {"target": traces.manifest["target"], "parts": traces.manifest["parts"]},
+    }
+
+
+def prepare_process(config: TrainConfig) -> None:
     """Threads, and what the libraries say: only a terminal gets progress bars, nobody the hardware survey."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -205,10 +195,7 @@ def _export(
 ) -> None:
     predictor.save_pretrained(folder)
     write_json(folder / "metrics.json", metrics)
-    source = {"target": traces.manifest["target"], "parts": traces.manifest["parts"]}
-    write_json(
-        folder / "provenance.json", provenance() | {"config": asdict(config), "training": training, "traces": source}
-    )
+    write_json(folder / "provenance.json", training_provenance(config, traces) | {"training": training})
 
 
 def _routing(num_layers: int, top_k: int, num_experts: int, config_sha256: str) -> str:

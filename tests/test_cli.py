@@ -121,8 +121,6 @@ def test_a_failed_write_leaves_the_old_content(tmp_path):
     with pytest.raises(OSError, match="disk full"):
         replace_file(path, fail)
     assert read_json(path) == {"a": 1}
-    with pytest.raises(OSError, match="disk full"):
-        replace_folder(tmp_path / "folder", lambda folder: fail(folder / "x"))
     assert [p.name for p in tmp_path.iterdir()] == ["value.json"]
 
 
@@ -133,3 +131,19 @@ def test_a_folder_in_use_is_refused_unless_overwritten(tmp_path):
     require_new_folder(tmp_path, overwrite=True)
     with pytest.raises(InputError, match="is a file"):
         require_new_folder(tmp_path / "file", overwrite=True)
+
+
+def test_replacing_a_folder_is_all_or_nothing(tmp_path):
+    folder = tmp_path / "out"
+    replace_folder(folder, lambda partial: (partial / "a").write_text("old"))
+
+    def fail(partial):
+        (partial / "a").write_text("half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        replace_folder(folder, fail)
+    assert (folder / "a").read_text() == "old"
+    replace_folder(folder, lambda partial: (partial / "b").write_text("new"))
+    assert [path.name for path in folder.iterdir()] == ["b"]
+    assert list(tmp_path.iterdir()) == [folder]

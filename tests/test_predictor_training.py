@@ -22,7 +22,7 @@ from ecospec.data.traces import read_traces
 from ecospec.predictor import cli
 from ecospec.predictor.config import BackboneConfig, TrainConfig
 from ecospec.predictor.embedding import load_embedding
-from ecospec.predictor.fit import build_predictor, evaluate, fit, make_trainer, replace_folder
+from ecospec.predictor.fit import build_predictor, evaluate, fit, make_trainer
 from ecospec.predictor.lightning import FINAL_FACTOR, Limits, PredictorModule, learning_rate_factor
 from ecospec.predictor.model import ExpertPredictor
 from ecospec.tracing.cli import main as trace_main
@@ -180,22 +180,6 @@ def test_a_pretrained_backbone_keeps_its_weights_and_loses_its_vocabulary(tmp_pa
     reloaded = ExpertPredictor.from_pretrained(tmp_path / "exported").attach_embedding(TABLE)
     ids = torch.arange(V)[None]
     assert torch.equal(reloaded(ids), predictor.eval()(ids))
-
-
-def test_replacing_a_folder_is_all_or_nothing(tmp_path):
-    folder = tmp_path / "out"
-    replace_folder(folder, lambda partial: (partial / "a").write_text("old"))
-
-    def fail(partial: Path) -> None:
-        (partial / "a").write_text("half")
-        raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        replace_folder(folder, fail)
-    assert (folder / "a").read_text() == "old"
-    replace_folder(folder, lambda partial: (partial / "b").write_text("new"))
-    assert [path.name for path in folder.iterdir()] == ["b"]
-    assert list(tmp_path.iterdir()) == [folder]
 
 
 @pytest.fixture(scope="module")

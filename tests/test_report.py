@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from ecospec.configs.errors import InputError
 from ecospec.inference.report import markdown_table, read_runs, render_html, write_report
 from ecospec.inference.report_numbers import chance_experts, make_tables, name_methods, pool_methods

@@ -77,7 +77,8 @@ def test_a_wheel_installed_elsewhere_runs(tmp_path):
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     subprocess.run([*build, "--wheel-dir", wheels, ROOT], check=True, cwd=tmp_path)
     (wheel,) = wheels.glob("*.whl")
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", site, wheel], check=True)
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", site, wheel]
+    subprocess.run(install, check=True)
     # -S leaves out .pth files, and with them the editable install
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), sysconfig.get_path("purelib")])}
     code = "import sys; from ecospec.inference.cli import main; sys.exit(main(['check', '--config', 'lab/decode']))"

@@ -1,0 +1,250 @@
+"""`ecospec-decode` from end to end on a tiny target: every method decodes the same text, and bad input is one line."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from ecospec.configs.schema import TargetConfig
+from ecospec.inference import EcoSpecDecoder
+from ecospec.inference.cli import main
+from ecospec.inference.drafters.eagle3 import Eagle3Head
+from ecospec.inference.evaluate import sample_seed
+from ecospec.predictor.config import BackboneConfig, TrainConfig
+from ecospec.predictor.embedding import load_embedding
+from ecospec.predictor.fit import build_predictor
+from ecospec.tracing.cli import main as trace
+from ecospec.tracing.target import config_hash, load_target, load_target_config, shape_of
+from tests.tiny import VOCABULARY, tiny_target_folder
+
+PROMPTS = ["What is two and two?", "Name a colour.", "Say why."]
+BASELINES = '{"label": "plain", "drafter": "none"}, {"label": "stock", "drafter": "hf_greedy"}'
+
+
+def save_head(folder, vocab_size=VOCABULARY, hidden_size=32):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=hidden_size,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_hidden_layers=1,
+        vocab_size=vocab_size,
+        draft_vocab_size=vocab_size,
+        max_position_embeddings=256,
+    )
+    Eagle3Head(config).save(folder)
+    (folder / "provenance.json").write_text("{}")
+
+
+def save_predictor(folder, target):
+    config = TrainConfig(target=TargetConfig(name=str(target)), backbone=BackboneConfig(hidden_size=32))
+    model_config = load_target_config(config.target)
+    shape = shape_of(model_config)
+    predictor = build_predictor(config, shape, config_hash(model_config), load_embedding(config.target))
+    predictor.save_pretrained(folder)
+    metrics = {"overlap": 0.5, "ladder": {"token": {"overlap": 0.4}}}
+    (folder / "metrics.json").write_text(json.dumps(metrics))
+    (folder / "provenance.json").write_text("{}")
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    """A tiny target (five layers, as EAGLE-3's three must differ), its head, predictor, prompts and traces."""
+    root = tmp_path_factory.mktemp("lab")
+    target = tiny_target_folder(root / "target", num_hidden_layers=6)
+    save_head(root / "head")
+    save_predictor(root / "predictor", target)
+    prompts = root / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in PROMPTS * 3) + "\n")
+    command = ["run", "--target", str(target), "--prompts", str(prompts), "--max-new-tokens", "8"]
+    assert trace([*command, "--output", str(root / "traces")]) == 0
+    return SimpleNamespace(root=root, target=target, prompts=prompts)
+
+
+def options(lab, **changes):
+    values = {
+        "target": lab.target,
+        "drafter": lab.root / "head",
+        "predictor": lab.root / "predictor",
+        "prompts": lab.prompts,
+        "samples": 2,
+        "max-new-tokens": 24,
+        "threads": 1,
+    } | changes
+    return [word for key, value in values.items() for word in (f"--{key}", str(value))]
+
+
+def methods(*names):
+    rows = [f'{{"label": "{name}", "selection": {{"policy": "{name}"}}}}' for name in names]
+    return f"[{BASELINES}, {', '.join(rows)}]"
+
+
+def test_every_method_and_temperature_decodes_plain_decodings_text(lab, tmp_path, capsys):
+    chosen = methods("confidence", "marginal", "global", "random")
+    command = options(lab, methods=chosen, temperature="0,1", output=tmp_path / "run")
+    assert main(["eval", *command]) == 0
+    assert "marginal" in capsys.readouterr().out
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert len(results["runs"]) == 2 * 6
+    for run in results["runs"]:
+        assert run["lossless"] == ("reference" if run["label"] == "plain" else "exact"), run["label"]
+        assert run["dtype"] == "float32"
+    plain = next(run for run in results["runs"] if run["label"] == "plain")
+    assert plain["acceptance_length"] == 1.0
+    assert plain["active_experts"] == 2.0
+    assert plain["speedup_vs_ar"] == 1.0
+    marginal = next(run for run in results["runs"] if run["label"] == "marginal")
+    assert marginal["verified_tokens_per_step"] == 4.0
+    assert (marginal["predictor"], marginal["overlap"], marginal["footprints"]) == ("predictor", 0.5, "predictor")
+    parts = sum(marginal[f"t_{part}"] for part in ("draft", "predict", "select", "verify", "accept", "other"))
+    assert parts == pytest.approx(marginal["t_step"])
+
+
+def test_the_steps_file_adds_up_to_the_results(lab, tmp_path):
+    command = options(lab, methods=methods("confidence"), output=tmp_path / "run")
+    assert main(["eval", *command]) == 0
+    run = json.loads((tmp_path / "run" / "results.json").read_text())["runs"][-1]
+    steps = [s for s in pq.read_table(tmp_path / "run" / "steps.parquet").to_pylist() if s["label"] == "confidence"]
+    assert run["acceptance_length"] == pytest.approx(sum(s["emitted"] for s in steps) / len(steps))
+    active = [sum(s["active_experts"]) / len(s["active_experts"]) for s in steps]
+    assert run["active_experts"] == pytest.approx(sum(active) / len(active))
+    assert {s["verified"] for s in steps} == {4}
+
+
+def test_tables_from_traces_serve_as_footprints(lab, tmp_path):
+    rows = ", ".join(
+        f'{{"label": "{name}", "selection": {{"footprints": "{name}"}}}}' for name in ("token", "frequency")
+    )
+    command = options(lab, methods=f"[{BASELINES}, {rows}]", traces=lab.root / "traces", output=tmp_path / "run")
+    assert main(["eval", *command]) == 0
+    runs = json.loads((tmp_path / "run" / "results.json").read_text())["runs"]
+    assert [run["footprints"] for run in runs] == [None, None, "token", "frequency"]
+    assert all(run["lossless"] in ("exact", "reference") for run in runs)
+
+
+def test_report_gathers_run_folders(lab, tmp_path):
+    for name in ("a", "b"):
+        assert main(["eval", *options(lab, methods=methods("confidence"), output=tmp_path / name)]) == 0
+    assert main(["report", str(tmp_path / "a"), str(tmp_path / "b"), "--output", str(tmp_path / "out")]) == 0
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"report.html", "report.md", "report.csv"}
+
+
+def test_generate_streams_the_text_and_ends_with_a_summary(lab, capsys):
+    assert main(["generate", *options(lab, samples=1)]) == 0
+    captured = capsys.readouterr()
+    assert PROMPTS[0] in captured.out
+    assert "α" in captured.err
+    assert "tokens/s" in captured.err
+
+
+def test_check_says_what_fits_without_loading_weights(lab, capsys, tmp_path):
+    assert main(["check", *options(lab)]) == 0
+    out = capsys.readouterr().out
+    assert "6 of 8 experts, top-2" in out
+    assert out.endswith("everything fits\n")
+
+
+def test_the_python_decoder_returns_what_generate_returns(lab):
+    decoder = EcoSpecDecoder.from_pretrained(
+        str(lab.target), drafter=str(lab.root / "head"), predictor=str(lab.root / "predictor"), dtype="float32"
+    )
+    ids = decoder.target.tokenizer(PROMPTS[0], return_tensors="pt").input_ids
+    for sampling in ({"do_sample": False}, {"do_sample": True, "top_k": 0}):
+        torch.manual_seed(4)
+        expected = decoder.target.model.generate(ids, max_new_tokens=30, **sampling)
+        torch.manual_seed(4)
+        assert torch.equal(decoder.generate(ids, max_new_tokens=30, **sampling), expected)
+    assert decoder.last_run.new_tokens == expected.shape[1] - ids.shape[1]
+
+
+def test_seeds_differ_by_prompt_and_repeat():
+    assert sample_seed(0, "a/0/0") == sample_seed(0, "a/0/0")
+    assert len({sample_seed(seed, name) for seed in (0, 1) for name in ("a/0/0", "a/1/0")}) == 4
+
+
+@pytest.mark.parametrize("command", ["eval", "generate", "check"])
+def test_gamma_zero_is_refused(lab, capsys, command, tmp_path):
+    one_line(capsys, main([command, *options(lab, gamma=0, output=tmp_path / "run")]), "gamma 0")
+
+
+def one_line(capsys, code, *words):
+    error = capsys.readouterr().err.strip().split("\n")[-1]
+    assert code == 2
+    assert all(word in error for word in words), error
+    assert "Traceback" not in error
+
+
+def broken(lab, tmp_path, case):
+    """Options with one thing wrong, and words of the message that must name it."""
+    if case == "no weights":
+        folder = shutil.copytree(lab.target, tmp_path / "target")
+        (folder / "model.safetensors").unlink()
+        return {"target": folder}, ["no weights"]
+    if case == "dense":
+        folder = tmp_path / "target"
+        shutil.copytree(lab.target, folder)
+        dense = {"model_type": "llama", "vocab_size": 264, "hidden_size": 32, "num_hidden_layers": 2}
+        (folder / "config.json").write_text(json.dumps(dense | {"architectures": ["LlamaForCausalLM"]}))
+        return {"target": folder}, ["no routed experts"]
+    if case == "head of another vocabulary":
+        save_head(tmp_path / "head", vocab_size=300)
+        return {"drafter": tmp_path / "head"}, ["300", "264"]
+    if case == "predictor of another target":
+        other = tiny_target_folder(tmp_path / "other", seed=9, num_hidden_layers=6)
+        save_predictor(tmp_path / "predictor", other)
+        return {"predictor": tmp_path / "predictor"}, ["predictor", "embedding table holds other values"]
+    if case == "predictor of another shape":
+        other = tiny_target_folder(tmp_path / "other", seed=9, num_hidden_layers=5)
+        save_predictor(tmp_path / "predictor", other)
+        return {"predictor": tmp_path / "predictor"}, ["5 MoE layers", "6"]
+    if case == "no prompts":
+        return {"prompts": tmp_path / "none.jsonl"}, ["none.jsonl", "no such prompt file"]
+    if case == "a broken line":
+        (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
+        return {"prompts": tmp_path / "prompts.jsonl"}, ["line 2", "not JSON"]
+    if case == "no traces":
+        return {"footprints": "token"}, ["--traces"]
+    if case == "an output in use":
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "x").touch()
+        return {}, ["not empty", "--overwrite"]
+    raise AssertionError(case)
+
+
+CASES = [
+    "no weights",
+    "dense",
+    "head of another vocabulary",
+    "predictor of another target",
+    "predictor of another shape",
+    "no prompts",
+    "a broken line",
+    "no traces",
+    "an output in use",
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_is_one_line_that_names_it(lab, tmp_path, capsys, case):
+    changes, words = broken(lab, tmp_path, case)
+    values = {"output": tmp_path / "run", "methods": methods("marginal")} | changes
+    one_line(capsys, main(["eval", *options(lab, **values)]), *words)
+
+
+def test_a_comparison_needs_plain_decoding(lab, tmp_path, capsys):
+    only = '[{"label": "a", "selection": "confidence"}]'
+    one_line(capsys, main(["eval", *options(lab, methods=only, output=tmp_path / "run")]), "plain")
+
+
+def test_widening_keeps_the_function(lab):
+    ids = torch.arange(20)[None]
+    plain = load_target(TargetConfig(name=str(lab.target), dtype="float32")).model(ids).logits
+    wide = load_target(TargetConfig(name=str(lab.target), dtype="float32", expert_mib=0.05)).model
+    assert wide.model.layers[0].mlp.experts.down_proj.shape[2] > 100
+    torch.testing.assert_close(wide(ids).logits, plain, atol=1e-4, rtol=1e-4)
