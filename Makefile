@@ -9,7 +9,7 @@ demo: .venv/installed
 	$(BIN)/ecospec-trace run --config lab/trace --output demo-out/traces
 	$(BIN)/ecospec-trace check demo-out/traces
 	$(BIN)/ecospec-train predictor --config lab/predictor --traces demo-out/traces --output demo-out/predictor
-	$(BIN)/ecospec-decode eval --config lab/demo --traces demo-out/traces --output demo-out/run
+	$(BIN)/ecospec-decode eval --config lab/demo --predictor demo-out/predictor --traces demo-out/traces --output demo-out/run
 	@echo "Open demo-out/run/report.html"
 
 # What every change must pass

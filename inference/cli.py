@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ecospec.configs import cli
@@ -18,6 +19,7 @@ def check(config: DecodeConfig) -> None:
 
 
 def generate(config: DecodeConfig) -> None:
+    """Decode with the method that the top-level keys describe, streaming text to stdout and statistics to stderr."""
     from transformers import TextStreamer
 
     from ecospec.data.prompts import read_prompts
@@ -31,9 +33,7 @@ def generate(config: DecodeConfig) -> None:
     prompts = read_prompts(config)
     _set_threads(config)
     target = load_target(config.target)
-    plan = next((plan for plan in reversed(plan_methods(config)) if plan.baseline is None), None)
-    if plan is None:
-        raise InputError("methods: none of them drafts; generate needs one")
+    (plan,) = plan_methods(replace(config, methods=[]))
     decoder = EcoSpecDecoder(target, Workshop(target, config.traces).method(plan))
     streamer = TextStreamer(target.tokenizer, skip_special_tokens=True)
     for prompt in prompts:

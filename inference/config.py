@@ -60,7 +60,7 @@ class DecodeConfig(PromptConfig):
     predictor: PredictorConfig = field(default_factory=PredictorConfig)
     selection: SelectionConfig = field(default_factory=SelectionConfig)
     methods: list[MethodConfig] = field(default_factory=list)
-    """Methods that `eval` compares; one of them must be plain (`drafter: none`)."""
+    """Methods that `eval` and `check` go through; `eval` needs a plain one (`drafter: none`)."""
     traces: str | None = None
     """Trace folder from which the footprints `frequency` and `token` are counted."""
     temperature: list[float] = field(default_factory=lambda: [0.0])

@@ -101,6 +101,7 @@ def load_target(config: TargetConfig) -> Target:
     ).eval()
     if config.expert_mib is not None:
         widen_experts(model, config.expert_mib)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
     return Target(config.name, path, model, tokenizer, shape, config_hash(model_config))
 
 

@@ -1,0 +1,137 @@
+"""Laws of the shipped lab: what its card promises, and the red line of lossless decoding on a trained model."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ecospec.configs.schema import PromptConfig, TargetConfig
+from ecospec.data import read_traces
+from ecospec.data.lab import measure
+from ecospec.data.prompts import read_prompts
+from ecospec.inference.assemble import MethodPlan, Workshop
+from ecospec.inference.config import DrafterConfig, PredictorConfig, SelectionConfig
+from ecospec.inference.decoder import generate_with
+from ecospec.inference.evaluate import sample_seed, sampling_options
+from ecospec.tracing.check import check_folder
+from ecospec.tracing.recorder import RoutingRecorder
+from ecospec.tracing.target import lab_folder, load_target
+
+MIB = 2**20
+NEW_TOKENS = 64
+DOMAINS = ("maths", "code", "terms", "prose")
+CARD = lab_folder("card.json")
+
+
+@pytest.fixture(scope="module")
+def target():
+    return load_target(TargetConfig(name="lab", dtype="float32"))
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return read_prompts(PromptConfig(datasets=[f"lab/{domain}" for domain in DOMAINS], samples=10))
+
+
+@pytest.fixture(scope="module")
+def stock(target, prompts):
+    """What Transformers' own loop writes: (temperature, sample id) → ids."""
+    return {
+        (temperature, prompt.sample_id): decode_stock(target, prompt, temperature)
+        for temperature in (0.0, 1.0)
+        for prompt in prompts
+    }
+
+
+def encode(target, prompt):
+    return target.tokenizer(prompt.text, return_tensors="pt").input_ids
+
+
+def decode_stock(target, prompt, temperature):
+    torch.manual_seed(sample_seed(0, prompt.sample_id))
+    return target.model.generate(
+        encode(target, prompt), max_new_tokens=NEW_TOKENS, **sampling_options(temperature)
+    ).tolist()
+
+
+def decode_ours(target, method, recorder, prompt, temperature):
+    torch.manual_seed(sample_seed(0, prompt.sample_id))
+    options = {"max_new_tokens": NEW_TOKENS, **sampling_options(temperature)}
+    ids, _ = generate_with(target.model, method, encode(target, prompt), recorder=recorder, **options)
+    return ids.tolist()
+
+
+SLOW = [pytest.param(policy, marks=pytest.mark.slow) for policy in ("global", "random")]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("policy", ["plain", "confidence", "marginal", *SLOW])
+def test_forty_prompts_decode_to_the_ids_of_generate(target, prompts, stock, policy, temperature):
+    plan = MethodPlan(
+        label=policy,
+        baseline="none" if policy == "plain" else None,
+        drafter=DrafterConfig(),
+        selection=SelectionConfig(policy="marginal" if policy == "plain" else policy),
+        predictor=PredictorConfig(),
+    )
+    method = Workshop(target).method(plan)
+    assert len(prompts) == 40
+    with RoutingRecorder(target.model) as recorder:
+        for prompt in prompts:
+            found = decode_ours(target, method, recorder, prompt, temperature)
+            assert found == stock[temperature, prompt.sample_id], prompt.sample_id
+
+
+def test_the_target_has_the_promised_shape(target):
+    assert len(target.shape.layers) >= 8
+    assert target.shape.num_experts >= 64
+    assert target.shape.top_k == 8
+    assert (lab_folder("target") / "model.safetensors").stat().st_size <= 16 * MIB
+    assert target.model.config.max_position_embeddings == 2048
+
+
+def test_drafter_and_predictor_are_at_most_half_the_active_target(target):
+    routed = sum(p.numel() for name, p in target.model.named_parameters() if ".experts." in name)
+    others = sum(p.numel() for name, p in target.model.named_parameters() if ".experts." not in name)
+    embedding = target.model.get_input_embeddings().weight.numel()
+    active = others - embedding + routed * target.shape.top_k / target.shape.num_experts
+    workshop = Workshop(target)
+    head = workshop.drafter(DrafterConfig()).head
+    predictor = workshop.predictor(PredictorConfig())
+    for part in (head, predictor):
+        assert sum(p.numel() for p in part.parameters()) <= active / 2
+
+
+def test_prompts_are_enough_distinct_and_apart():
+    train = read_prompts(PromptConfig(datasets=[f"lab/train/{domain}" for domain in DOMAINS]))
+    test = read_prompts(PromptConfig(datasets=[f"lab/{domain}" for domain in DOMAINS]))
+    for domain in DOMAINS:
+        assert sum(prompt.dataset == f"lab/train/{domain}" for prompt in train) >= 100
+        assert sum(prompt.dataset == f"lab/{domain}" for prompt in test) >= 40
+    texts = [prompt.text for prompt in train + test]
+    assert len(set(texts)) == len(texts)
+
+
+def test_the_shipped_traces_are_sound_and_show_locality():
+    check_folder(lab_folder("traces"))
+    traces = read_traces(lab_folder("traces"))
+    E, K = traces.num_experts, traces.top_k
+    unions = [measure.mean_union(item.experts[None].astype(np.int64), E, 4) for item in traces]
+    chance = E * (1 - (1 - K / E) ** 4)
+    assert np.mean(unions) < 0.92 * chance
+
+
+def test_the_card_keeps_its_promises():
+    numbers = json.loads(Path(CARD).read_text())
+    routing = numbers["routing"]
+    assert routing["union"]["4"] <= 0.92 * routing["chance"]["4"]
+    assert routing["unused_experts"] == 0
+    assert numbers["bits_per_byte"]["lab"] < numbers["bits_per_byte"]["dense"]
+    assert numbers["looping"]["pooled"]["share"] <= 0.20
+    assert numbers["looping"]["pooled"]["tokens"] >= 100
+    assert sum(part["steps"] for name, part in numbers["acceptance"].items() if name != "pooled") >= 4000
+    assert all(part["alpha"] >= 2.0 for part in numbers["acceptance"].values())
+    assert numbers["overlap"]["predictor"] >= 0.85
+    assert numbers["overlap"]["predictor"] >= numbers["overlap"]["token"] + 0.08
