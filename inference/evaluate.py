@@ -6,17 +6,16 @@ treats all methods alike. Plain decoding with our own loop is the reference for 
 
 import dataclasses
 import hashlib
-import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers.generation.streamers import BaseStreamer
 
 from ecospec.configs.errors import InputError
+from ecospec.configs.progress import progress
 from ecospec.data.prompts import Prompt
 from ecospec.inference.assemble import MethodPlan, Workshop
 from ecospec.inference.config import DecodeConfig
@@ -25,7 +24,6 @@ from ecospec.inference.statistics import Run, Step
 from ecospec.tracing.recorder import RoutingRecorder
 from ecospec.tracing.target import Target
 
-log = logging.getLogger(__name__)
 WARM_UP_TOKENS = 8
 
 
@@ -63,7 +61,7 @@ def evaluate(config: DecodeConfig, target: Target, plans: list[MethodPlan], prom
         decode = _Decoder(config, target, recorder)
         _warm_up(decode, plans, methods, ids[0], prompts[0])
         jobs = [(temperature, number) for temperature in config.temperature for number in range(len(prompts))]
-        for turn, (temperature, number) in enumerate(tqdm(jobs, desc="eval", disable=None)):
+        for turn, (temperature, number) in enumerate(progress(jobs, "prompts decoded by every method")):
             for index in _rotated(len(plans), turn):
                 new_ids, run = decode(plans[index], methods[index], ids[number], prompts[number], temperature)
                 outcomes.append(Outcome(plans[index], prompts[number], temperature, new_ids, run))

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from ecospec.configs.errors import InputError
+from ecospec.configs.progress import progress
 from ecospec.data.module import group_by_length
 from ecospec.data.traces import Trace
 from ecospec.predictor.drafter_rollout import DraftBatch
-from ecospec.tracing.progress import progress
 
 
 @dataclass(frozen=True, eq=False)

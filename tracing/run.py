@@ -9,13 +9,13 @@ from transformers import PreTrainedConfig
 
 from ecospec.configs.errors import DamageError, InputError
 from ecospec.configs.files import sha256_json
+from ecospec.configs.progress import progress
 from ecospec.configs.schema import TargetConfig
 from ecospec.data.prompts import Prompt, read_prompts
 from ecospec.tracing.batches import plan_batches
 from ecospec.tracing.config import TraceConfig
 from ecospec.tracing.engine import Routed, Sampling, TransformersEngine
 from ecospec.tracing.layout import SCHEMA_VERSION, encode_experts, id_dtype, split_of
-from ecospec.tracing.progress import progress
 from ecospec.tracing.requests import Request, encode, request_key, require_context, tokenizer_sha256
 from ecospec.tracing.store import TraceFolder
 from ecospec.tracing.target import MoeShape, config_hash, load_target, load_target_config, load_tokenizer, shape_of

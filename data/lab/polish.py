@@ -20,7 +20,15 @@ from transformers import PreTrainedTokenizerBase
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ecospec.data.lab.measure import looping
-from ecospec.data.lab.pretrain import Losses, MasterAdamW, Schedule, batches, dispatch_experts, save_state
+from ecospec.data.lab.pretrain import (
+    Losses,
+    MasterAdamW,
+    Schedule,
+    batches,
+    dispatch_experts,
+    restore_state,
+    save_state,
+)
 
 log = logging.getLogger(__name__)
 ALL_EXPERTS_FUNCTIONS.register("lab_batched", dispatch_experts)
@@ -30,8 +38,10 @@ ALL_EXPERTS_FUNCTIONS.register("lab_batched", dispatch_experts)
 class Polish:
     """How many rounds of decoding and training, and how strong."""
 
-    rounds: int = 6
+    rounds: int = 16  # at most
+    enough: float = 0.10  # looping at which no further round is needed
     prompts: int = 256  # decoded per round
+    prompt_tokens: int = 96  # of a longer prompt, its end
     answer_tokens: int = 224
     steps: int = 40  # optimizer steps per round
     rows: int = 16  # answers, and rows of ordinary text, per step
@@ -67,14 +77,18 @@ def polish(
     folder: Path,
     compiled: bool = True,
 ) -> None:
-    """Run all rounds on `model` in place, saving the weights into `folder` after each."""
+    """Run rounds on `model` in place, saving weights into `folder` after each; goes on from what is saved there."""
     losses, optimizer = Losses(model, compiled), MasterAdamW(model, weight_decay=0.0)
     plain = Schedule(tokens=len(stream) - 1, batch_tokens=settings.rows * 256, seed=settings.seed)
     text = batches(stream, plain, 0)
     generator = np.random.default_rng(settings.seed)
-    for number in range(settings.rounds):
+    start = restore_state(model, folder)
+    for number in range(start, settings.rounds):
         chosen = [prompts[i] for i in generator.choice(len(prompts), settings.prompts, replace=False)]
-        rows, marks = _answers(model.eval(), tokenizer, chosen, settings)
+        rows, marks, looped = _answers(model.eval(), tokenizer, chosen, settings)
+        log.info("polish %d/%d: looping %.3f on training prompts", number, settings.rounds, looped)
+        if looped <= settings.enough:
+            break
         order = cycle(range(0, len(rows) - settings.rows + 1, settings.rows))
         model.train()
         for step in range(settings.steps):
@@ -84,7 +98,7 @@ def polish(
             penalty = unlikelihood(losses.logits(tokens[:, :-1]), tokens[:, 1:], marked[:, 1:])
             (loss + plain.balance * balance + settings.weight * penalty).backward()
             optimizer.step(settings.learning_rate * min(1.0, (step + 1) / 5))
-        log.info("polish %d/%d loss %.3f penalty %.3f", number + 1, settings.rounds, loss.item(), penalty.item())
+        log.info("loss %.3f penalty %.3f", loss.item(), penalty.item())
         save_state(model, number + 1, folder)
     model.eval()
 
@@ -110,13 +124,13 @@ def decode_greedily(
 
 def _answers(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], settings: Polish
-) -> tuple[Tensor, Tensor]:
-    """Prompt and greedy answer in rows [prompts, T], and which of their tokens to make unlikely."""
+) -> tuple[Tensor, Tensor, float]:
+    """Prompts and greedy answers in rows [prompts, T], the tokens to make unlikely, and how much the answers loop."""
     pairs = decode_greedily(model, tokenizer, prompts, settings.answer_tokens)
-    log.info("looping of %d training prompts: %.3f", len(pairs), looping([answer for _, answer in pairs]))
-    width = max(len(prompt) + len(answer) for prompt, answer in pairs)
-    rows, marks = torch.zeros(len(pairs), width, dtype=torch.long), torch.zeros(len(pairs), width, dtype=torch.bool)
+    shape = (len(pairs), settings.prompt_tokens + settings.answer_tokens)
+    rows, marks = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.bool)
     for row, mark, (prompt, answer) in zip(rows, marks, pairs, strict=True):
-        row[: len(prompt) + len(answer)] = torch.tensor(prompt + answer)
-        mark[len(prompt) : len(prompt) + len(answer)] = torch.tensor(repeated(answer, settings.gram))
-    return rows, marks
+        start = min(len(prompt), settings.prompt_tokens)
+        row[: start + len(answer)] = torch.tensor(prompt[-start:] + answer)
+        mark[start : start + len(answer)] = torch.tensor(repeated(answer, settings.gram))
+    return rows, marks, looping([answer for _, answer in pairs])

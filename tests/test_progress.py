@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from ecospec.tracing.progress import progress
+from ecospec.configs.progress import progress
 
 
 @pytest.mark.parametrize("terminal", [True, False])
