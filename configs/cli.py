@@ -83,9 +83,9 @@ def override(base: object, changes: dict, where: str) -> object:
     parser.add_class_arguments(type(base))
     try:
         values = parser.instantiate(parser.parse_object(dataclasses.asdict(base) | changes))
+        return type(base)(**values.as_dict())
     except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
         raise InputError(f"{where}: {_one_line(error)}") from None
-    return type(base)(**values.as_dict())
 
 
 def expand_options(schema: type, argv: Sequence[str]) -> list[str]:
@@ -183,7 +183,7 @@ def _read_yaml(parser: jsonargparse.ArgumentParser, schema: type, name: str) -> 
         raise InputError(f"{path}: not YAML ({_one_line(error)})") from None
     if not isinstance(values, dict):
         raise InputError(f"{path}: expected a mapping of keys, found {type(values).__name__}")
-    text = json.dumps(expand_short_forms(schema, values))
+    text = json.dumps(expand_short_forms(schema, values), default=str)
     try:
         parser.parse_string(text)
     except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
@@ -209,8 +209,10 @@ def _listed(words: list[str], leaves: dict[str, object], value: str) -> str:
     item = _list_item(leaves.get(key))
     if item is None or value.startswith("["):
         return value
-    parts = value.split(",")
-    return json.dumps(parts if item is str else [yaml.safe_load(part) for part in parts])
+    try:
+        return json.dumps([part if item is str else yaml.safe_load(part) for part in value.split(",")])
+    except yaml.YAMLError:
+        raise InputError(f"--{key} {value}: expected values separated by commas") from None
 
 
 def _list_item(hint: object) -> type | None:

@@ -13,6 +13,9 @@ from pathlib import Path
 
 from ecospec.configs.errors import InputError
 
+# A folder that holds one of these was written by one of the commands and may be replaced when the user says so.
+ARTIFACTS = ("results.json", "provenance.json", "report.html", "tokens.parquet")
+
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary file beside `path`, flush it to disk, then rename it over `path`.
@@ -58,11 +61,24 @@ def sha256_json(value: object) -> str:
 
 
 def require_new_folder(folder: Path, overwrite: bool) -> None:
-    """Raises InputError when `folder` holds anything and `overwrite` is off."""
-    if not overwrite and folder.is_dir() and any(folder.iterdir()):
-        raise InputError(f"--output {folder}: the folder is not empty; choose another or add --overwrite")
+    """Make sure that `folder` can be written, before long work begins.
+
+    Raises InputError when it holds anything and `overwrite` is off, when it holds something that no command wrote, or
+    when it cannot be made.
+    """
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--output {folder}: is a file, not a folder")
+    if folder.is_dir() and any(folder.iterdir()):
+        if not any((folder / name).exists() for name in ARTIFACTS):
+            raise InputError(f"--output {folder}: holds files that are not ours; choose another folder")
+        if not overwrite:
+            raise InputError(f"--output {folder}: the folder is not empty; choose another or add --overwrite")
+    try:
+        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--output {folder}: cannot be made ({error.strerror})") from None
+    if not os.access(folder.absolute().parent, os.W_OK):
+        raise InputError(f"--output {folder}: its parent folder is not writable")
 
 
 def replace_folder(folder: Path, write: Callable[[Path], object]) -> None:
@@ -79,8 +95,10 @@ def replace_folder(folder: Path, write: Callable[[Path], object]) -> None:
             folder.rename(old)
         partial.rename(folder)
     finally:
+        if old.exists() and not folder.exists():
+            old.rename(folder)
         shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def package_versions() -> dict[str, str]:

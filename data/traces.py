@@ -10,10 +10,9 @@ from typing import Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from ecospec.configs.errors import DamageError, InputError
-from ecospec.tracing.layout import MANIFEST, decode_experts, read_manifest
+from ecospec.tracing.layout import MANIFEST, decode_experts, open_part, read_manifest, reading
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,19 +48,26 @@ class TraceSet(Sequence[Trace]):
     def __getitem__(self, index: int) -> Trace:
         path, group, row = self._rows[index]
         if self._group != (path, group):
-            self._table, self._group = pq.ParquetFile(path).read_row_group(group), (path, group)
+            file = open_part(path)
+            with reading(path):
+                self._table, self._group = file.read_row_group(group), (path, group)
+        with reading(path):
+            return self._trace(row)
+
+    def _trace(self, row: int) -> Trace:
         values = {name: self._table[name][row] for name in self._table.column_names}
         experts = decode_experts(values.pop("experts").as_buffer(), self.num_layers, self.top_k, self.num_experts)
         input_ids = values.pop("input_ids").values.to_numpy()
         if len(experts) != len(input_ids):
-            raise DamageError(f"{path}: expert ids of {len(experts)} tokens beside {len(input_ids)} tokens")
+            raise DamageError(f"expert ids of {len(experts)} tokens beside {len(input_ids)} tokens")
         return Trace(**{n: value.as_py() for n, value in values.items()}, input_ids=input_ids, experts=experts)
 
 
 def read_traces(folder: str | Path, split: Literal["train", "test"] | None = None) -> TraceSet:
     """The traces of `folder`, all or those of one split.
 
-    Raises InputError when the folder is no complete trace folder, DamageError when a listed part is missing.
+    Raises InputError when the folder is no complete trace folder, DamageError when a listed part is missing or
+    damaged; the returned set raises DamageError on access to a damaged sample.
     """
     if split not in (None, "train", "test"):
         raise InputError(f"split {split!r}: expected train or test")
@@ -72,9 +78,10 @@ def _rows_of(path: Path, split: str | None) -> list[tuple[Path, int, int]]:
     """(file, row group, row in the group) of the rows that belong to `split`."""
     if not path.is_file():
         raise DamageError(f"{path}: listed in {MANIFEST} but missing")
-    file = pq.ParquetFile(path)
+    file = open_part(path)
     rows = []
     for group in range(file.num_row_groups):
-        splits = file.read_row_group(group, columns=["split"])["split"].to_pylist()
+        with reading(path):
+            splits = file.read_row_group(group, columns=["split"])["split"].to_pylist()
         rows += [(path, group, row) for row, found in enumerate(splits) if split in (None, found)]
     return rows

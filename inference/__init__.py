@@ -3,7 +3,7 @@
 The names below are imported when first used, so that `--help` does not wait for PyTorch.
 """
 
-from importlib import import_module
+from ecospec.configs.lazy import attributes
 
 _HOMES = {
     "DraftTree": "tree",
@@ -12,9 +12,4 @@ _HOMES = {
     "select": "selection",
 }
 __all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str) -> object:
-    if name in _HOMES:
-        return getattr(import_module(f"ecospec.inference.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = attributes(__name__, _HOMES)

@@ -69,6 +69,7 @@ class EcoSpecDecoder:
         **generation_kwargs,
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """`input_ids` int64 [1, T] → ids [1, T + new], prompt included. Raises InputError for a batch or padding."""
+        input_ids = input_ids.to(self.target.model.device)
         with RoutingRecorder(self.target.model) as recorder:
             out, self.last_run = generate_with(
                 self.target.model,

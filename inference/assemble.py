@@ -5,11 +5,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import torch
-
 from ecospec.configs.cli import SHORT_FORMS, override
 from ecospec.configs.errors import InputError
-from ecospec.data.traces import read_traces
+from ecospec.data.traces import TraceSet, read_traces
 from ecospec.inference.config import (
     BASELINES,
     DecodeConfig,
@@ -22,7 +20,7 @@ from ecospec.inference.decoder import Method
 from ecospec.inference.drafters.eagle3 import Eagle3Drafter, Eagle3Head, default_feature_layers
 from ecospec.inference.footprints import FootprintSource, PredictorFootprints, TableFootprints
 from ecospec.inference.selection import NEEDS_FOOTPRINTS
-from ecospec.predictor.model import ExpertPredictor
+from ecospec.predictor.model import ExpertPredictor, load_predictor
 from ecospec.predictor.simple import fit_frequency, fit_token
 from ecospec.tracing.target import MoeShape, Target, lab_folder
 
@@ -48,19 +46,18 @@ def plan_methods(config: DecodeConfig) -> list[MethodPlan]:
     labels = [method.label for method in methods]
     if len(set(labels)) < len(labels):
         raise InputError(f"methods: the labels {labels} are not distinct")
+    if sum(method.drafter == "none" for method in methods) > 1:
+        raise InputError("methods: only one can be plain (drafter: none); it is what the others are measured against")
     return [_plan(config, method, f"methods[{index}]") for index, method in enumerate(methods)]
 
 
 def _plan(config: DecodeConfig, method: MethodConfig, where: str) -> MethodPlan:
     baseline = method.drafter if method.drafter in BASELINES else None
-    selection = _changed(config.selection, method.selection, "selection", where)
-    if selection.gamma < 1:
-        raise InputError(f"{where}.selection.gamma {selection.gamma}: must be 1 or more")
     return MethodPlan(
         method.label,
         baseline,
         config.drafter if baseline else _changed(config.drafter, method.drafter, "drafter", where),
-        selection,
+        _changed(config.selection, method.selection, "selection", where),
         _changed(config.predictor, method.predictor, "predictor", where),
     )
 
@@ -109,18 +106,16 @@ class Workshop:
     def predictor(self, config: PredictorConfig) -> ExpertPredictor:
         folder = part_folder(config.path, "predictor")
         if folder not in self._predictors:
-            predictor = load_predictor(folder, self.target.shape)
+            predictor = load_predictor(folder)
+            shape = (predictor.config.num_layers, predictor.config.num_experts, predictor.config.num_experts_per_tok)
+            check_moe(f"--predictor.path {config.path}", shape, self.target.shape)
             predictor.attach_embedding(self.target.model.get_input_embeddings())
             self._predictors[folder] = predictor.to(self.target.model.device).eval()
         return self._predictors[folder]
 
     @cached_property
     def _tables(self) -> dict:
-        if self.traces is None:
-            raise InputError("--selection.footprints: frequency and token are counted from traces; give --traces DIR")
-        traces = read_traces(self.traces)
-        found = (traces.num_layers, traces.num_experts, traces.top_k)
-        check_moe(f"--traces {self.traces}", found, self.target.shape)
+        traces = open_traces(self.traces, self.target.shape)
         return {"frequency": fit_frequency(traces), "token": fit_token(traces, self.target.shape.vocab_size)}
 
 
@@ -134,14 +129,13 @@ def part_folder(path: str | None, part: str) -> Path:
     return folder
 
 
-def load_predictor(folder: Path, shape: MoeShape) -> ExpertPredictor:
-    """Raises InputError when the folder is no predictor's, or when it was trained for another target."""
-    if not (folder / "model.safetensors").is_file():
-        raise InputError(f"--predictor.path {folder}: the folder has no model.safetensors")
-    predictor = ExpertPredictor.from_pretrained(folder, dtype=torch.float32)
-    config = predictor.config
-    check_moe(f"--predictor.path {folder}", (config.num_layers, config.num_experts, config.num_experts_per_tok), shape)
-    return predictor
+def open_traces(path: str | None, shape: MoeShape) -> TraceSet:
+    """The traces that tables are counted from. Raises InputError when there are none or they are another target's."""
+    if path is None:
+        raise InputError("--selection.footprints: frequency and token are counted from traces; give --traces DIR")
+    traces = read_traces(path)
+    check_moe(f"--traces {path}", (traces.num_layers, traces.num_experts, traces.top_k), shape)
+    return traces
 
 
 def check_moe(what: str, found: tuple[int, int, int], shape: MoeShape) -> None:

@@ -22,18 +22,21 @@ def generate(config: DecodeConfig) -> None:
     """Decode with the method that the top-level keys describe, streaming text to stdout and statistics to stderr."""
     from transformers import TextStreamer
 
-    from ecospec.data.prompts import read_prompts
     from ecospec.inference.api import EcoSpecDecoder
     from ecospec.inference.assemble import Workshop, plan_methods
     from ecospec.inference.evaluate import sample_seed, sampling_options
+    from ecospec.inference.preflight import preflight
+    from ecospec.inference.runfolder import prompts_in_context
     from ecospec.tracing.target import load_target
 
     import torch  # isort: skip
 
-    prompts = read_prompts(config)
+    config = replace(config, methods=[])
+    prompts = prompts_in_context(config)
+    preflight(config)
     _set_threads(config)
     target = load_target(config.target)
-    (plan,) = plan_methods(replace(config, methods=[]))
+    (plan,) = plan_methods(config)
     decoder = EcoSpecDecoder(target, Workshop(target, config.traces).method(plan))
     streamer = TextStreamer(target.tokenizer, skip_special_tokens=True)
     for prompt in prompts:
@@ -49,6 +52,7 @@ def generate(config: DecodeConfig) -> None:
 def evaluate(config: DecodeConfig) -> None:
     from ecospec.inference.runfolder import run_eval
 
+    _set_threads(config)
     print(run_eval(config, _output(config)))
 
 

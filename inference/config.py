@@ -20,6 +20,10 @@ class DrafterConfig:
     topk: int = 2
     """Children of a node, and nodes of a level that are expanded."""
 
+    def __post_init__(self) -> None:
+        for name in ("steps", "topk"):
+            _require(getattr(self, name) >= 1, f"drafter.{name}", getattr(self, name), "must be 1 or more")
+
 
 @dataclass
 class PredictorConfig:
@@ -37,6 +41,10 @@ class SelectionConfig:
     """Tokens verified per step, the root included."""
     epsilon: float = 1e-6
     """Added to the number of new (layer, expert) pairs; larger values approach EAGLE's rule."""
+
+    def __post_init__(self) -> None:
+        _require(self.gamma >= 1, "selection.gamma", self.gamma, "must be 1 or more (1 verifies the root alone)")
+        _require(self.epsilon > 0, "selection.epsilon", self.epsilon, "must be positive")
 
 
 @dataclass
@@ -76,17 +84,16 @@ class DecodeConfig(PromptConfig):
     output: str | None = None
     """Folder to write; it must be empty or absent."""
     overwrite: bool = False
-    """Write into a non-empty output folder."""
+    """Replace what an earlier run wrote into the output folder."""
 
     def __post_init__(self) -> None:
-        for name, value in (("max_new_tokens", self.max_new_tokens), ("threads", self.threads)):
-            if value is not None and value < 1:
-                raise InputError(f"--{name} {value}: must be at least 1")
-        if self.selection.gamma < 1:
-            raise InputError(f"--selection.gamma {self.selection.gamma}: must be 1 or more (1 verifies the root alone)")
-        if self.selection.epsilon <= 0:
-            raise InputError(f"--selection.epsilon {self.selection.epsilon}: must be positive")
-        if self.drafter.steps < 1 or self.drafter.topk < 1:
-            raise InputError("--drafter.steps and --drafter.topk: must be 1 or more")
-        if any(temperature < 0 for temperature in self.temperature):
-            raise InputError(f"--temperature {self.temperature}: must not be negative")
+        for name in ("max_new_tokens", "threads"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, name, value, "must be at least 1")
+        _require(bool(self.temperature), "temperature", self.temperature, "give at least one")
+        _require(all(t >= 0 for t in self.temperature), "temperature", self.temperature, "must not be negative")
+
+
+def _require(holds: bool, key: str, value: object, rule: str) -> None:
+    if not holds:
+        raise InputError(f"--{key} {value}: {rule}")

@@ -74,6 +74,7 @@ class SpeculativeLoop:
         self.run.decode_seconds = clock.total()
         self.run.new_tokens = ids.shape[1] - input_ids.shape[1]
         if generation_config.return_dict_in_generate:
+            cache.crop(ids.shape[1] - 1 - int(cache.get_seq_length()))  # a text that ends inside a step
             return GenerateDecoderOnlyOutput(sequences=ids, cache=cache)
         return ids
 
@@ -82,6 +83,8 @@ class SpeculativeLoop:
             raise InputError(f"batch of {input_ids.shape[0]} texts: one text at a time is supported")
         if model_kwargs.get("cache") is None:
             raise InputError("use_cache=False: speculative decoding needs the cache")
+        if model_kwargs["cache"].get_seq_length():
+            raise InputError("cache: it already holds tokens; begin with the whole text and an empty cache")
         if model_kwargs.get("attention_mask") is not None and not model_kwargs["attention_mask"].all():
             raise InputError("attention_mask: a single text needs no padding; remove the padded tokens")
         check_tree_support(model)
@@ -97,8 +100,8 @@ class SpeculativeLoop:
         cache.activate_past_recording()
         self.recorder.take()
         features = self._features(out)
-        ids, length, done = self.picker.take(ids, out.logits[:, -1])
-        self.run.prompt_tokens, self.run.prefill_seconds = length - 1, clock.total()
+        ids, done = self.picker.take(ids, out.logits[:, -1])
+        self.run.prefill_seconds = clock.total()
         self.on_tokens(ids[0, -1:])
         return ids, features, done
 
@@ -144,12 +147,12 @@ class Picker:
         self.stopping_criteria = stopping_criteria
         self.do_sample = do_sample
 
-    def take(self, ids_1T: Tensor, logits_1V: Tensor) -> tuple[Tensor, int, bool]:
-        """The text with its next token, its new length, and whether it ends there."""
+    def take(self, ids_1T: Tensor, logits_1V: Tensor) -> tuple[Tensor, bool]:
+        """The text with its next token, and whether it ends there."""
         scores = self.logits_processor(ids_1T, logits_1V.to(torch.float32, copy=True))
         token = torch.multinomial(scores.softmax(-1), 1) if self.do_sample else scores.argmax(-1, keepdim=True)
         ids_1T = torch.cat([ids_1T, token], dim=1)
-        return ids_1T, ids_1T.shape[1], bool(self.stopping_criteria(ids_1T, None).all())
+        return ids_1T, bool(self.stopping_criteria(ids_1T, None).all())
 
 
 def walk(tree: DraftTree, logits_1NV: Tensor, ids_1T: Tensor, picker: Picker) -> tuple[Tensor, list[int], int, bool]:
@@ -162,15 +165,26 @@ def walk(tree: DraftTree, logits_1NV: Tensor, ids_1T: Tensor, picker: Picker) ->
     node, kept, end = 0, [0], None
     start = ids_1T.shape[1]
     while True:
-        ids_1T, length, done = picker.take(ids_1T, logits_1NV[:, node])
+        ids_1T, done = picker.take(ids_1T, logits_1NV[:, node])
         if done and end is None:
-            end = length
+            end, state_at_end = ids_1T.shape[1], _random_state(ids_1T.device)
         token = int(ids_1T[0, -1])
         children = [child for child, parent in enumerate(parents) if parent == node and tokens[child] == token]
         if not children:
-            return ids_1T[:, :end], kept, length - start, end is not None
+            break
         node = children[0]
         kept.append(node)
+    if end is not None:
+        _random_state(ids_1T.device, state_at_end)  # draws past the end must not show in the next text
+    return ids_1T[:, :end], kept, ids_1T.shape[1] - start, end is not None
+
+
+def _random_state(device: torch.device, state: Tensor | None = None) -> Tensor:
+    """The state of the generator that sampling on `device` draws from, after setting it where `state` is given."""
+    random = torch.cuda if device.type == "cuda" else torch
+    if state is not None:
+        random.set_rng_state(state)
+    return random.get_rng_state()
 
 
 def generate_with(

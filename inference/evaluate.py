@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from ecospec.configs.errors import InputError
 from ecospec.configs.progress import progress
 from ecospec.data.prompts import Prompt
 from ecospec.inference.assemble import MethodPlan, Workshop
@@ -50,9 +49,7 @@ class Difference:
 
 
 def evaluate(config: DecodeConfig, target: Target, plans: list[MethodPlan], prompts: list[Prompt]) -> list[Outcome]:
-    """All outcomes, in the order decoded. Raises InputError when no method is plain or a part does not fit."""
-    if not any(plan.baseline == "none" for plan in plans):
-        raise InputError("methods: one must be plain (drafter: none); speed and losslessness are measured against it")
+    """All outcomes, in the order decoded. Raises InputError when a part does not fit."""
     workshop = Workshop(target, config.traces)
     methods = [None if plan.baseline == "hf_greedy" else workshop.method(plan) for plan in plans]
     ids = [_encode(target, prompt) for prompt in prompts]
@@ -107,11 +104,13 @@ class _Decoder:
     def __call__(
         self, plan: MethodPlan, method: Method | None, ids_1T: Tensor, prompt: Prompt, temperature: float
     ) -> tuple[list[int], Run]:
-        torch.manual_seed(sample_seed(self.config.seed, prompt.sample_id))
+        seed = sample_seed(self.config.seed, prompt.sample_id)
+        torch.manual_seed(seed)
         options = {"max_new_tokens": self.config.max_new_tokens, **sampling_options(temperature)}
         if plan.baseline == "hf_greedy":
             ids, run = _stock_generate(self.target, self.recorder, ids_1T, options)
         else:
+            method.seed = seed
             ids, run = generate_with(self.target.model, method, ids_1T, recorder=self.recorder, **options)
         return ids[0, ids_1T.shape[1] :].tolist(), run
 
@@ -136,10 +135,9 @@ def _stock_generate(target: Target, recorder: RoutingRecorder, ids_1T: Tensor, o
     out = target.model.generate(ids_1T, streamer=timer, **options)
     end = time.perf_counter()
     prompt_at, first_at = timer.times
-    passes = recorder.take()[ids_1T.shape[1] :].split(1)
-    run = Run(ids_1T.shape[1], out.shape[1] - ids_1T.shape[1], first_at - prompt_at, end - first_at)
-    run.steps = [Step(emitted=1, verified=1, experts_NLK=experts_1LK) for experts_1LK in passes]
-    return out, run
+    experts_TLK = recorder.take()[ids_1T.shape[1] :]
+    steps = [Step(emitted=1, verified=1, experts_NLK=experts_1LK) for experts_1LK in experts_TLK[:, None]]
+    return out, Run(out.shape[1] - ids_1T.shape[1], first_at - prompt_at, end - first_at, steps)
 
 
 def _warm_up(decode: _Decoder, plans: list[MethodPlan], methods: list, ids_1T: Tensor, prompt: Prompt) -> None:
@@ -159,12 +157,10 @@ def _encode(target: Target, prompt: Prompt) -> Tensor:
 
 @torch.inference_mode()
 def _difference(target: Target, outcome: Outcome, expected: list[int]) -> Difference:
-    found = outcome.new_ids
-    pairs = zip(expected, found, strict=False)
-    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(found)))
-    wanted = expected[at] if at < len(expected) else -1
-    got = found[at] if at < len(found) else -1
-    prefix = torch.cat([_encode(target, outcome.prompt), torch.tensor([expected[:at]], dtype=torch.long)], dim=1)
+    # Texts that end do so with a token, so neither can be a mere beginning of the other.
+    at = next(i for i, (a, b) in enumerate(zip(expected, outcome.new_ids, strict=False)) if a != b)
+    wanted, got = expected[at], outcome.new_ids[at]
+    written = torch.tensor([expected[:at]], dtype=torch.long, device=target.model.device)
+    prefix = torch.cat([_encode(target, outcome.prompt), written], dim=1)
     logits_V = target.model(prefix, logits_to_keep=1).logits[0, -1].float()
-    gap = float(logits_V[wanted] - logits_V[got]) if min(wanted, got) >= 0 else float("nan")
-    return Difference(outcome.prompt.sample_id, at, wanted, got, gap)
+    return Difference(outcome.prompt.sample_id, at, wanted, got, float(logits_V[wanted] - logits_V[got]))

@@ -4,20 +4,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ecospec.configs.errors import InputError
 from ecospec.configs.files import read_json
-from ecospec.inference.assemble import check_moe, part_folder, plan_methods
+from ecospec.inference.assemble import MethodPlan, check_moe, open_traces, part_folder, plan_methods
 from ecospec.inference.config import DecodeConfig
 from ecospec.inference.drafters.eagle3 import default_feature_layers
 from ecospec.inference.verification import check_tree_support
-from ecospec.tracing.target import MoeShape, load_target_config, load_tokenizer, shape_of
-from ecospec.tracing.widening import widened_width
+from ecospec.predictor.model import ExpertPredictorConfig
+from ecospec.tracing.target import MoeShape, config_hash, load_target_config, load_tokenizer, shape_of
+from ecospec.tracing.widening import widen_experts
 
 GIB = 2**30
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
@@ -37,60 +37,76 @@ def preflight(config: DecodeConfig) -> list[Finding]:
         Finding("target", f"{config.target.name} ({shape.family})"),
         Finding("MoE layers", f"{len(shape.layers)} of {shape.num_experts} experts, top-{shape.top_k}"),
         Finding("tokenizer", f"{len(tokenizer)} tokens for {shape.vocab_size} embeddings"),
-        Finding("weights", _memory(config, model_config, shape)),
+        Finding("weights", _memory(config, model_config)),
     ]
     for plan in plan_methods(config):
         if plan.baseline is None:
-            findings.append(Finding(f"{plan.label}: drafter", _check_drafter(plan.drafter.path, model_config, shape)))
-        if plan.needs_footprints and plan.selection.footprints == "predictor":
-            findings.append(Finding(f"{plan.label}: predictor", _check_predictor(plan.predictor.path, shape)))
+            findings.append(Finding(f"{plan.label}: drafter", _check_drafter(plan, model_config, shape)))
+        if plan.needs_footprints:
+            findings.append(Finding(f"{plan.label}: footprints", _check_footprints(config, plan, model_config, shape)))
     return findings
 
 
-def _memory(config: DecodeConfig, model_config: PreTrainedConfig, shape: MoeShape) -> str:
+def _memory(config: DecodeConfig, model_config: PreTrainedConfig) -> str:
     """Parameters and memory of the target, widening included. Raises InputError where a tree cannot be verified."""
+    dtype = model_config.dtype if config.target.dtype == "auto" else getattr(torch, config.target.dtype)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.target.trust_remote_code)
-    check_tree_support(model)
-    dtype = config.target.dtype if config.target.dtype != "auto" else str(model.dtype).removeprefix("torch.")
+        model = AutoModelForCausalLM.from_config(
+            model_config, dtype=dtype, trust_remote_code=config.target.trust_remote_code
+        )
+        check_tree_support(model)
+        if config.target.expert_mib is not None:
+            widen_experts(model, config.target.expert_mib)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    if config.target.expert_mib is not None:
-        width = widened_width(shape.hidden_size, config.target.expert_mib, BYTES[dtype])
-        experts = len(shape.layers) * shape.num_experts * 3 * shape.hidden_size
-        parameters += experts * (width - model_config.get_text_config().moe_intermediate_size)
-    return f"{parameters / 1e6:.1f} M parameters, {parameters * BYTES[dtype] / GIB:.2f} GiB in {dtype}"
+    size = parameters * model.dtype.itemsize / GIB
+    return f"{parameters / 1e6:.1f} M parameters, {size:.2f} GiB in {str(model.dtype).removeprefix('torch.')}"
 
 
-def _check_drafter(path: str | None, model_config: PreTrainedConfig, shape: MoeShape) -> str:
+def _check_drafter(plan: MethodPlan, model_config: PreTrainedConfig, shape: MoeShape) -> str:
+    path = plan.drafter.path
     folder = part_folder(path, "drafter")
     values = read_json(folder / "config.json")
     layers = default_feature_layers(model_config.get_text_config().num_hidden_layers)
-    if values.get("vocab_size") != shape.vocab_size:
+    fc = _shapes(folder / "model.safetensors").get("fc.weight", (None, None))
+    found = (values.get("vocab_size"), values.get("hidden_size"), fc[1])
+    expected = (shape.vocab_size, shape.hidden_size, len(layers) * shape.hidden_size)
+    if found != expected:
         raise InputError(
-            f"--drafter.path {path}: made for {values.get('vocab_size')} tokens, this target has {shape.vocab_size}"
+            f"--drafter.path {path}: is not this target's head; its vocabulary, width and features are {found}, "
+            f"the target's {expected}"
         )
-    fc = _shapes(folder / "model.safetensors").get("fc.weight")
-    if fc is None or fc[1] != 3 * shape.hidden_size:
-        raise InputError(
-            f"--drafter.path {path}: its fc takes {fc and fc[1]} features, this target gives {3 * shape.hidden_size}"
-        )
+    if plan.drafter.topk > values["draft_vocab_size"]:
+        raise InputError(f"--drafter.topk {plan.drafter.topk}: the head has only {values['draft_vocab_size']} tokens")
     return f"{folder}, draft vocabulary {values['draft_vocab_size']}, hidden states {list(layers)}"
 
 
-def _check_predictor(path: str | None, shape: MoeShape) -> str:
+def _check_footprints(config: DecodeConfig, plan: MethodPlan, model_config: PreTrainedConfig, shape: MoeShape) -> str:
+    if plan.selection.footprints != "predictor":
+        return f"{plan.selection.footprints}, counted from {open_traces(config.traces, shape).folder}"
+    path = plan.predictor.path
     folder = part_folder(path, "predictor")
     values = read_json(folder / "config.json")
-    found = (values.get("num_layers"), values.get("num_experts"), values.get("num_experts_per_tok"))
+    if values.get("model_type") != ExpertPredictorConfig.model_type:
+        raise InputError(f"--predictor.path {path}: is no expert predictor; give what ecospec-train predictor wrote")
+    found = (values["num_layers"], values["num_experts"], values["num_experts_per_tok"])
     check_moe(f"--predictor.path {path}", found, shape)
-    if (values["vocab_size"], values["embedding_size"]) != (shape.vocab_size, shape.hidden_size):
-        raise InputError(f"--predictor.path {path}: its embedding table has another shape than this target's")
+    identity = {
+        "target_config_sha256": config_hash(model_config),
+        "moe_layers": list(shape.layers),
+        "vocab_size": shape.vocab_size,
+        "embedding_size": shape.hidden_size,
+    }
+    different = [key for key, value in identity.items() if values[key] != value]
+    if different:
+        raise InputError(f"--predictor.path {path}: trained for another target ({', '.join(different)} differ)")
     weights = sum(torch.Size(size).numel() for size in _shapes(folder / "model.safetensors").values())
     return f"{folder}, {weights / 1e6:.2f} M weights, trained for {values['target']}"
 
 
 def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Tensor shapes from the header of a safetensors file."""
-    if not path.is_file():
-        raise InputError(f"{path}: no such file")
-    with safe_open(path, framework="pt") as file:
-        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    """Tensor shapes from the header of a safetensors file. Raises InputError when it cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"{path}: cannot be read ({error})") from None

@@ -28,7 +28,7 @@ from ecospec.inference.report_tables import (
 )
 
 TITLE = "EcoSpec decoding report"
-REQUIRED = ("label", "dataset", "temperature", "tokens", "acceptance_length", "active_experts")
+REQUIRED = ("label", "dataset", "temperature", "tokens", "steps")
 GLOSSARY = {
     "step": "one pass of the target model over the tokens to be verified; plain decoding verifies one token per step",
     "α, acceptance length": "tokens emitted per step, the bonus token included; 1.00 for plain decoding",
@@ -61,12 +61,14 @@ def read_runs(folders: Sequence[Path]) -> list[dict]:
     return [run for folder in folders for run in _runs_of(folder, names[folder])]
 
 
-def write_report(folders: Sequence[Path], output: Path) -> list[Path]:
+def write_report(folders: Sequence[Path], output: Path, name: str | None = None) -> list[Path]:
     """Write `report.html`, `report.md` and `report.csv` into the folder `output`, each atomically; returns their paths.
 
-    Raises InputError as `read_runs` does, and for a folder without `provenance.json`.
+    `name` is what the report calls a single folder, by default its own name. Raises InputError as `read_runs` does, and
+    for a folder without `provenance.json`.
     """
-    runs, names = read_runs(folders), _short_names(folders)
+    names = {folders[0]: name} if name else _short_names(folders)
+    runs = [run for folder in folders for run in _runs_of(folder, names[folder])]
     provenance = {names[folder]: read_json(folder / "provenance.json") for folder in folders}
     ladder = _merge_ladders({names[folder]: _read_results(folder).get("ladder") or {} for folder in folders})
     texts = {

@@ -14,7 +14,7 @@ DETAILS = ("drafter", "selection", "footprints", "predictor", "epsilon", "tree",
 METHOD = (*SETTING, "label", "gamma", *DETAILS)
 SAME_MACHINE_WORK = (*SETTING, "dtype", "expert_mib", "threads")
 TIMES = ("t_draft", "t_predict", "t_select", "t_verify", "t_accept", "t_other")
-STEP_MEANS = (*TIMES, "t_step", "active_experts", "verified_tokens_per_step", "overlap")
+STEP_MEANS = (*TIMES, "t_step", "acceptance_length", "active_experts", "verified_tokens_per_step", "overlap")
 STEP_MEAN_LISTS = ("active_experts_by_layer", "acceptance_by_depth")
 SHAPE = ("num_experts", "top_k", "moe_layers")
 
@@ -68,11 +68,10 @@ def pool_methods(runs: Sequence[dict]) -> list[dict]:
 def pool(runs: Sequence[dict], references: Sequence[dict | None]) -> dict:
     """One row for one method's runs on several data sets; `references` are plain decoding's runs on the same sets.
 
-    Means over steps are weighted by steps (tokens / alpha); throughput is total tokens / total seconds, and speedup the
+    Means over steps are weighted by steps; throughput is total tokens / total seconds of decoding, and speedup the
     ratio of two throughputs. A field that is null in one run is null in the row.
     """
-    steps = [_steps(run) for run in runs]
-    tokens = sum(run["tokens"] for run in runs)
+    steps = [run["steps"] for run in runs]
     row = {key: runs[0].get(key) for key in (*METHOD, *SHAPE, "name", "notice")}
     row |= {key: _mean([run.get(key) for run in runs], steps) for key in STEP_MEANS}
     row |= {key: _mean_list([run.get(key) for run in runs], steps) for key in STEP_MEAN_LISTS}
@@ -80,8 +79,8 @@ def pool(runs: Sequence[dict], references: Sequence[dict | None]) -> dict:
     return row | {
         "datasets": [run["dataset"] for run in runs],
         "samples": sum(run.get("samples") or 0 for run in runs),
-        "tokens": tokens,
-        "acceptance_length": tokens / sum(steps) if sum(steps) else None,
+        "tokens": sum(run["tokens"] for run in runs),
+        "steps": sum(steps),
         "tokens_per_second": throughput,
         "speedup_vs_ar": throughput / plain if throughput and plain else None,
         "lossless": _pool_verdicts([run.get("lossless") for run in runs]),
@@ -128,14 +127,11 @@ def _reference(run: dict, runs: Sequence[dict]) -> dict | None:
 
 
 def _throughput(runs: Sequence[dict | None]) -> float | None:
+    """Tokens per second over all runs; prefill and the token it gives are not counted."""
     if not all(run and run.get("tokens_per_second") for run in runs):
         return None
-    return sum(run["tokens"] for run in runs) / sum(run["tokens"] / run["tokens_per_second"] for run in runs)
-
-
-def _steps(run: dict) -> float:
-    """None were made where prefill's token was the only one (alpha 0)."""
-    return run["tokens"] / run["acceptance_length"] if run["acceptance_length"] else 0.0
+    tokens = sum(run["tokens_per_second"] * run["decode_seconds"] for run in runs)
+    return tokens / sum(run["decode_seconds"] for run in runs)
 
 
 def _mean(values: Sequence[float | None], weights: Sequence[float]) -> float | None:

@@ -9,7 +9,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from ecospec.configs.errors import InputError
 from ecospec.configs.files import replace_file
 from ecospec.inference.assemble import MethodPlan
 from ecospec.inference.config import DecodeConfig
@@ -18,19 +17,29 @@ from ecospec.inference.statistics import PHASES, Step
 from ecospec.tracing.target import Target
 
 RESAMPLES = 1000
+_TIMES = (*(f"t_{phase}" for phase in PHASES), "t_other", "t_step")
 
 
 def summarise(
-    config: DecodeConfig, target: Target, outcomes: list[Outcome], differences: dict[str, list[Difference]], seen: set
+    config: DecodeConfig,
+    target: Target,
+    plans: list[MethodPlan],
+    outcomes: list[Outcome],
+    differences: dict[str, list[Difference]],
+    seen: set[str],
 ) -> list[dict]:
-    """One run (contract: `results.json`) per method, data set and temperature. `seen`: data sets used in training."""
+    """One run (contract: `results.json`) per temperature, data set and method, in that order.
+
+    `seen` holds the data sets that anything in use was trained or fitted on.
+    """
     groups: dict[tuple, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         groups[outcome.temperature, outcome.prompt.dataset, outcome.plan.label].append(outcome)
-    plain = next(o.plan.label for o in outcomes if o.plan.baseline == "none")
+    labels = [plan.label for plan in plans]
+    plain = next(plan.label for plan in plans if plan.baseline == "none")
     runs = []
-    for (temperature, dataset, _), group in sorted(groups.items(), key=lambda item: item[0][:2]):
-        reference = groups[temperature, dataset, plain]
+    for temperature, dataset, label in sorted(groups, key=lambda key: (*key[:2], labels.index(key[2]))):
+        group, reference = groups[temperature, dataset, label], groups[temperature, dataset, plain]
         found = differences.get(difference_key(group[0]), [])
         runs.append(
             _identity(config, target, group[0].plan)
@@ -74,7 +83,7 @@ def _identity(config: DecodeConfig, target: Target, plan: MethodPlan) -> dict:
         "drafter": plan.baseline or plan.drafter.kind,
         "selection": selection and selection.policy,
         "footprints": selection.footprints if plan.needs_footprints else None,
-        "predictor": _name(plan.predictor.path)
+        "predictor": folder_name(plan.predictor.path)
         if plan.needs_footprints and selection.footprints == "predictor"
         else None,
         "chat_template": None,
@@ -92,8 +101,9 @@ def _identity(config: DecodeConfig, target: Target, plan: MethodPlan) -> dict:
     }
 
 
-def _name(path: str | None) -> str | None:
-    return path and Path(path).name
+def folder_name(path: str) -> str:
+    """What results call a predictor: its folder's own name."""
+    return Path(path).name
 
 
 def _speed(group: list[Outcome], reference: list[Outcome]) -> dict:
@@ -109,6 +119,7 @@ def _speed(group: list[Outcome], reference: list[Outcome]) -> dict:
         "tokens_per_second": float(rate),
         "speedup_vs_ar": float(rate / plain_rate),
         "interval": [float(edge) for edge in np.percentile(ratios, [2.5, 97.5])],
+        "decode_seconds": float(seconds.sum()),
         "prefill_seconds": float(np.mean([outcome.run.prefill_seconds for outcome in group])),
     }
 
@@ -121,12 +132,15 @@ def _tokens_and_seconds(group: list[Outcome]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _steps(steps: list[Step]) -> dict:
-    """Means over steps. Raises InputError when every text ended with its first token."""
+    """Means over steps; null where every text ended with the token that prefill gave."""
     if not steps:
-        raise InputError("every text ended with its first token, so there is no step to measure; give other prompts")
+        names = ["acceptance_length", "acceptance_by_depth", "active_experts", "active_experts_by_layer"]
+        names += ["verified_tokens_per_step", *_TIMES]
+        return {"steps": 0} | dict.fromkeys(names)
     active_NL = np.array([step.active_by_layer() for step in steps])
     emitted = np.array([step.emitted for step in steps])
     return {
+        "steps": len(steps),
         "acceptance_length": float(emitted.mean()),
         "acceptance_by_depth": [float((emitted > depth).mean()) for depth in range(1, int(emitted.max()))],
         "active_experts": float(active_NL.mean()),
@@ -139,7 +153,7 @@ def _steps(steps: list[Step]) -> dict:
 def _times(steps: list[Step]) -> dict:
     """Mean seconds per step by phase; null for a loop that is not ours."""
     if steps[0].seconds is None:
-        return dict.fromkeys([*(f"t_{phase}" for phase in PHASES), "t_other", "t_step"])
+        return dict.fromkeys(_TIMES)
     phases = {f"t_{phase}": float(np.mean([step.seconds[phase] for step in steps])) for phase in PHASES}
     total = float(np.mean([step.total for step in steps]))
     return {**phases, "t_other": total - sum(phases.values()), "t_step": total}

@@ -5,15 +5,19 @@ from pathlib import Path
 
 import torch
 
+from ecospec.configs.errors import InputError
 from ecospec.configs.files import provenance, read_json, replace_folder, write_json
-from ecospec.data.prompts import read_prompts
+from ecospec.data.prompts import Prompt, read_prompts
+from ecospec.data.traces import read_traces
 from ecospec.inference.assemble import MethodPlan, part_folder, plan_methods
 from ecospec.inference.config import DecodeConfig
 from ecospec.inference.evaluate import Outcome, evaluate, first_differences
+from ecospec.inference.preflight import preflight
 from ecospec.inference.report import read_runs, write_report
 from ecospec.inference.report_tables import markdown_table
-from ecospec.inference.results import summarise, write_steps
-from ecospec.tracing.target import load_target
+from ecospec.inference.results import folder_name, summarise, write_steps
+from ecospec.tracing.requests import encode, require_context
+from ecospec.tracing.target import load_target, load_target_config, load_tokenizer
 
 
 def run_eval(config: DecodeConfig, output: Path) -> str:
@@ -21,55 +25,69 @@ def run_eval(config: DecodeConfig, output: Path) -> str:
 
     Raises InputError for input that does not fit, before the target's weights load where that can be known.
     """
-    plans, prompts = plan_methods(config), read_prompts(config)
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    plans = plan_methods(config)
+    if not any(plan.baseline == "none" for plan in plans):
+        raise InputError("methods: one must be plain (drafter: none); speed and losslessness are measured against it")
+    prompts = prompts_in_context(config)
+    preflight(config)
+    shown = _Shown(config, plans)
     target = load_target(config.target)
     outcomes = evaluate(config, target, plans, prompts)
-    runs = summarise(config, target, outcomes, first_differences(target, outcomes), _training_datasets(plans))
-    metrics = {name: read_json(folder / "metrics.json") for name, folder in _predictor_folders(plans).items()}
-    for run in runs:
-        if run["predictor"]:
-            run["overlap"] = metrics[run["predictor"]]["overlap"]
-    results = {"runs": runs, "ladder": _ladder(metrics), "notice": config.notice}
-    replace_folder(output, lambda folder: _write(folder, config, results, outcomes))
+    differences = first_differences(target, outcomes)
+    runs = [shown.with_overlap(run) for run in summarise(config, target, plans, outcomes, differences, shown.seen)]
+    results = {"runs": runs, "ladder": shown.ladder, "notice": config.notice}
+    replace_folder(output, lambda folder: _write(folder, output.name, config, results, outcomes))
     return markdown_table(read_runs([output]))
 
 
-def _write(folder: Path, config: DecodeConfig, results: dict, outcomes: list[Outcome]) -> None:
+def prompts_in_context(config: DecodeConfig) -> list[Prompt]:
+    """The prompts. Raises InputError naming the first that does not fit the target's context with its new tokens."""
+    prompts, model_config = read_prompts(config), load_target_config(config.target)
+    text = model_config.get_text_config()
+    requests = encode(prompts, load_tokenizer(config.target, text.vocab_size), teacher_force=False)
+    require_context(requests, getattr(text, "max_position_embeddings", None), config.max_new_tokens)
+    return prompts
+
+
+class _Shown:
+    """What the run folder says beside the measurements: overlaps of the predictors, and which data sets were seen."""
+
+    def __init__(self, config: DecodeConfig, plans: list[MethodPlan]) -> None:
+        with_predictor = [p for p in plans if p.needs_footprints and p.selection.footprints == "predictor"]
+        folders = {part_folder(p.predictor.path, "predictor") for p in with_predictor}
+        paths = {plan.predictor.path for plan in with_predictor}
+        self.metrics = {folder_name(p): read_json(part_folder(p, "predictor") / "metrics.json") for p in sorted(paths)}
+        if len(self.metrics) < len(folders):
+            raise InputError(f"--predictor.path: the folders {sorted(map(str, folders))} need different names")
+        folders |= {part_folder(p.drafter.path, "drafter") for p in plans if p.baseline is None}
+        self.seen = {name for folder in folders for name in read_json(folder / "provenance.json").get("datasets", [])}
+        if any(p.needs_footprints and p.selection.footprints != "predictor" for p in plans) and config.traces:
+            self.seen |= {source["dataset"] for source in read_traces(config.traces).manifest["prompts"]}
+
+    @property
+    def ladder(self) -> dict[str, dict]:
+        """Held-out overlap of every predictor used, and of the simple ones on the first predictor's traces."""
+        simple = next((numbers["ladder"] for numbers in self.metrics.values()), {})
+        several = len(self.metrics) > 1
+        named = {f"predictor ({name})" if several else "predictor": value for name, value in self.metrics.items()}
+        return {name: {"overlap": numbers["overlap"]} for name, numbers in (simple | named).items()}
+
+    def with_overlap(self, run: dict) -> dict:
+        return run | {"overlap": self.metrics[run["predictor"]]["overlap"]} if run["predictor"] else run
+
+
+def _write(folder: Path, name: str, config: DecodeConfig, results: dict, outcomes: list[Outcome]) -> None:
     write_json(folder / "results.json", results)
     write_steps(folder / "steps.parquet", outcomes)
     machine = {"threads": torch.get_num_threads(), "caches": _caches()}
     write_json(folder / "provenance.json", provenance() | machine | {"config": dataclasses.asdict(config)})
-    write_report([folder], folder)
-
-
-def _predictor_folders(plans: list[MethodPlan]) -> dict[str, Path]:
-    used = [p for p in plans if p.needs_footprints and p.selection.footprints == "predictor"]
-    return {Path(p.predictor.path).name: part_folder(p.predictor.path, "predictor") for p in used}
-
-
-def _ladder(metrics: dict[str, dict]) -> dict[str, dict]:
-    """Held-out overlap of every predictor used, and of the simple ones on the first predictor's traces."""
-    simple = next((numbers["ladder"] for numbers in metrics.values()), {})
-    named = {f"predictor ({name})" if len(metrics) > 1 else "predictor": numbers for name, numbers in metrics.items()}
-    return {name: {"overlap": numbers["overlap"]} for name, numbers in (simple | named).items()}
-
-
-def _training_datasets(plans: list[MethodPlan]) -> set[str]:
-    """Names of the data sets that any predictor or drafter in use was trained on."""
-    folders = set(_predictor_folders(plans).values())
-    folders |= {part_folder(p.drafter.path, "drafter") for p in plans if p.baseline is None}
-    return {name for folder in folders for name in read_json(folder / "provenance.json").get("datasets", [])}
+    write_report([folder], folder, name)
 
 
 def _caches() -> dict[str, str]:
-    """Sizes of the first processor's caches, as the system tells them."""
-    index = Path("/sys/devices/system/cpu/cpu0/cache")
-    levels = sorted(index.glob("index*")) if index.is_dir() else []
-    return {
-        f"L{(level / 'level').read_text().strip()} {(level / 'type').read_text().strip()}": (level / "size")
-        .read_text()
-        .strip()
-        for level in levels
-    }
+    """Sizes of the first processor's caches, where the system tells them."""
+    caches = {}
+    for size in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")):
+        level, kind = (size.with_name(name).read_text().strip() for name in ("level", "type"))
+        caches[f"L{level} {kind}"] = size.read_text().strip()
+    return caches

@@ -38,7 +38,7 @@ class Scores:
     own_NP: Tensor
     path_NP: Tensor
     epsilon: float
-    random_N: Tensor
+    generator: torch.Generator | None = None
 
     def confidence(self, covered_P: Tensor) -> Tensor:
         """EAGLE's rule: cumulative draft probability."""
@@ -53,8 +53,8 @@ class Scores:
         return self.prob_N / (self.path_NP.sum(1) + self.epsilon)
 
     def random(self, covered_P: Tensor) -> Tensor:
-        """A uniformly random candidate."""
-        return self.random_N
+        """A uniformly random candidate: fresh noise for each pick."""
+        return torch.rand(len(self.prob_N), generator=self.generator).to(self.prob_N.device)
 
 
 POLICIES: dict[str, Callable[[Scores, Tensor], Tensor]] = {
@@ -81,10 +81,10 @@ def select(
     Ties go to the shallower node, then to the lower index. Raises InputError for γ < 1 or an unknown policy.
     """
     check_selection(policy, gamma)
-    parents_N = torch.as_tensor(tree.parents)
+    parents_N = torch.as_tensor(tree.parents).long()
     prob_N = torch.as_tensor(tree.prob).float()
     own_NP = _pairs(footprints, policy, prob_N)
-    scores = Scores(prob_N, own_NP, _path_pairs(own_NP, parents_N, policy), epsilon, _noise(prob_N, policy, generator))
+    scores = Scores(prob_N, own_NP, _path_pairs(own_NP, parents_N, policy), epsilon, generator)
     covered_P = own_NP[0] if buffer is None else own_NP[0] | torch.as_tensor(buffer).reshape(-1)
     return _greedy(POLICIES[policy], scores, parents_N, covered_P, min(gamma, len(prob_N)))
 
@@ -128,9 +128,3 @@ def _path_pairs(own_NP: Tensor, parents_N: Tensor, policy: str) -> Tensor:
     for _ in range(len(parents_N) - 1):
         path_NP = own_NP | torch.where((parents_N >= 0)[:, None], path_NP[parents_N.clamp(min=0)], own_NP)
     return path_NP
-
-
-def _noise(prob_N: Tensor, policy: str, generator: torch.Generator | None) -> Tensor:
-    if policy != "random":
-        return prob_N
-    return torch.rand(len(prob_N), generator=generator, device=prob_N.device)

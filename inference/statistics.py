@@ -34,7 +34,6 @@ class Step:
 class Run:
     """Statistics of one generated text."""
 
-    prompt_tokens: int = 0
     new_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0  # from the first token to the last

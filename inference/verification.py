@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicS
 from ecospec.configs.errors import InputError
 from ecospec.inference.tree import DraftTree, ancestors_of
 
+KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 TREE_CAPABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer)
 
 
@@ -20,6 +21,9 @@ def check_tree_support(model: nn.Module) -> None:
     family = model.config.get_text_config().model_type
     if getattr(model, "_is_stateful", False):
         raise InputError(f"target family {family}: recurrent layers cannot verify a tree of drafts")
+    unknown = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - KNOWN_LAYER_TYPES
+    if unknown:
+        raise InputError(f"target family {family}: cannot verify a tree in layers of type {', '.join(sorted(unknown))}")
     attention = model.config._attn_implementation
     if attention not in ("eager", "sdpa"):
         raise InputError(f"target attention {attention}: a tree mask needs eager or sdpa attention")
@@ -55,8 +59,8 @@ def tree_masks(model: nn.Module, cache: Cache, tree: DraftTree) -> Tensor | dict
         return _mask(model, cache, tree, ancestors_NN, 0, config.sliding_window if sliding else None)
     if set(types) == {"full_attention"}:
         return _mask(model, cache, tree, ancestors_NN, 0, None)
-    windows = {"sliding_attention": getattr(config, "sliding_window", None)}
-    return {kind: _mask(model, cache, tree, ancestors_NN, types.index(kind), windows.get(kind)) for kind in set(types)}
+    windows = {"full_attention": None, "sliding_attention": getattr(config, "sliding_window", None)}
+    return {kind: _mask(model, cache, tree, ancestors_NN, types.index(kind), windows[kind]) for kind in set(types)}
 
 
 def _mask(

@@ -1,13 +1,14 @@
 """The expert predictor: model, loss, metrics, the simple predictors it must beat, training, `ecospec-train`.
 
-Its names resolve on first use, so that importing the package stays light.
+Names are imported on first use: this module loads nothing.
 """
 
-from importlib import import_module
+from ecospec.configs.lazy import attributes
 
-_EXPORTS = {
+_HOMES = {
     "ExpertPredictor": "model",
     "ExpertPredictorConfig": "model",
+    "load_predictor": "model",
     "expert_loss": "loss",
     "excess_loss": "loss",
     "top_experts": "metrics",
@@ -15,10 +16,5 @@ _EXPORTS = {
     "fit_token": "simple",
     "load_embedding": "embedding",
 }
-__all__ = list(_EXPORTS)
-
-
-def __getattr__(name: str) -> object:
-    if name in _EXPORTS:
-        return getattr(import_module(f"ecospec.predictor.{_EXPORTS[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = list(_HOMES)
+__getattr__ = attributes(__name__, _HOMES)

@@ -1,10 +1,22 @@
 """Keys of `ecospec-train`. Every field's docstring is its line in `--help`; imports nothing heavy."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ecospec.configs.errors import InputError
 from ecospec.configs.schema import TargetConfig
+
+_POSITIVE = (
+    "max_minutes",
+    "max_steps",
+    "max_epochs",
+    "learning_rate",
+    "gradient_clip",
+    "tokens_per_batch",
+    "threads",
+)
+_NOT_NEGATIVE = ("warmup_steps", "weight_decay", "seed")
 
 
 @dataclass
@@ -51,8 +63,8 @@ class HeadConfig:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value <= 0:
-                raise InputError(f"--head.{name} {value}: must be positive")
+            if not 0 < value < math.inf:
+                raise InputError(f"--head.{name} {value}: must be positive and finite")
         if self.num_attention_heads % self.num_key_value_heads:
             raise InputError(
                 f"--head.num_key_value_heads {self.num_key_value_heads}: must divide the "
@@ -99,7 +111,11 @@ class TrainConfig:
     """CPU threads; PyTorch's choice by default."""
 
     def __post_init__(self) -> None:
-        for name in ("max_minutes", "max_steps", "max_epochs", "tokens_per_batch", "threads"):
+        for name in _POSITIVE:
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise InputError(f"--{name} {value}: must be positive")
+            if value is not None and not 0 < value < math.inf:
+                raise InputError(f"--{name} {value}: must be positive and finite")
+        for name in _NOT_NEGATIVE:
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise InputError(f"--{name} {value}: must be 0 or more, and finite")

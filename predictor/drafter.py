@@ -21,13 +21,13 @@ from tqdm import tqdm
 from transformers import LlamaConfig
 
 from ecospec.configs.errors import InputError
-from ecospec.configs.files import replace_folder, write_json
+from ecospec.configs.files import write_json
 from ecospec.data.traces import Trace, TraceSet
 from ecospec.inference.drafters.eagle3 import Eagle3Head, default_feature_layers
 from ecospec.predictor.config import HeadConfig, TrainConfig
 from ecospec.predictor.drafter_rollout import DraftBatch, rollout_losses, score, weighted_loss
 from ecospec.predictor.drafter_text import TargetText, read_text
-from ecospec.predictor.fit import open_traces, prepare_process, require_same_target, training_provenance
+from ecospec.predictor.fit import export, open_traces, prepare_process, require_same_target, training_provenance
 from ecospec.predictor.lightning import LOG_SECONDS, Limits, learning_rate_factor, optimizer_groups
 from ecospec.tracing.target import Target, load_target
 
@@ -48,10 +48,11 @@ def train_drafter(config: TrainConfig) -> dict:
     model = target.model.requires_grad_(False)
     layers = default_feature_layers(model.config.get_text_config().num_hidden_layers)
     head = new_head(model, config.head, train, config.seed)
-    text = read_text(model, layers, train, config.tokens_per_batch)
+    text, held_out = (read_text(model, layers, items, config.tokens_per_batch) for items in (train, test))
+    model.cpu()  # where the head learns
     training = fit(head, text, output_rows(model, head), config)
-    metrics = evaluate(head, read_text(model, layers, test, config.tokens_per_batch), config) | training
-    replace_folder(Path(config.output), lambda folder: _export(folder, head, metrics, config, target, traces))
+    metrics = evaluate(head, held_out, config) | training
+    export(config, lambda folder: _write(folder, head, metrics, config, target, traces))
     return metrics
 
 
@@ -192,7 +193,7 @@ def _step(
     return [loss.detach() for loss in losses]
 
 
-def _export(
+def _write(
     folder: Path, head: Eagle3Head, metrics: dict, config: TrainConfig, target: Target, traces: TraceSet
 ) -> None:
     head.save(folder)

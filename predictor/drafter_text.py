@@ -80,8 +80,9 @@ def read_text(
 
 def require_plain_logits(model: nn.Module, ids_T: Tensor) -> None:
     """Raises InputError unless `model`'s logits are its output matrix times its final hidden states."""
-    logits = model(ids_T[None], use_cache=False).logits
-    final = model.base_model(ids_T[None], use_cache=False).last_hidden_state
+    ids_1T = ids_T[None].to(model.device)
+    logits = model(ids_1T, use_cache=False).logits
+    final = model.base_model(ids_1T, use_cache=False).last_hidden_state
     if not torch.allclose(logits, model.get_output_embeddings()(final), rtol=1e-2, atol=1e-2):
         raise InputError(
             "--target: its logits are scaled or capped after the output matrix; no head can be fitted to it"
@@ -94,9 +95,10 @@ def _fill(text: TargetText, model: nn.Module, feature_layers: tuple[int, ...], c
     positions_T = torch.arange(int(lengths_B.max()))
     real_BT = positions_T < lengths_B[:, None]
     at_BT = text.firsts_R[chosen][:, None] + positions_T.minimum(lengths_B[:, None] - 1)
-    out = model.base_model(text.ids_N[at_BT], use_cache=False, output_hidden_states=list(feature_layers))
+    ids_BT = text.ids_N[at_BT].to(model.device)
+    out = model.base_model(ids_BT, use_cache=False, output_hidden_states=list(feature_layers))
     final = out.last_hidden_state[real_BT]
     rows = at_BT[real_BT]
-    text.features_NF[rows] = torch.cat([out.hidden_states[n] for n in feature_layers], -1)[real_BT].bfloat16()
-    text.final_NH[rows] = final.bfloat16()
-    text.best_N[rows] = model.get_output_embeddings()(final).argmax(-1)
+    text.features_NF[rows] = torch.cat([out.hidden_states[n] for n in feature_layers], -1)[real_BT].bfloat16().cpu()
+    text.final_NH[rows] = final.bfloat16().cpu()
+    text.best_N[rows] = model.get_output_embeddings()(final).argmax(-1).cpu()

@@ -7,6 +7,7 @@ Letters: N tokens of one decoding step, T tokens, L MoE layers, E experts, V voc
 """
 
 import logging
+import signal
 import statistics
 import sys
 import time
@@ -19,6 +20,7 @@ import lightning
 import numpy as np
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, DynamicCache, PreTrainedConfig
 
@@ -32,7 +34,7 @@ from ecospec.predictor.lightning import PredictorModule
 from ecospec.predictor.metrics import measure
 from ecospec.predictor.model import ExpertPredictor, ExpertPredictorConfig, embedding_hash, without_vocabulary
 from ecospec.predictor.simple import FrequencyPredictor, TokenPredictor, fit_frequency, fit_token
-from ecospec.tracing.target import MoeShape, config_hash, load_target_config, shape_of
+from ecospec.tracing.target import MoeShape, config_hash, load_target_config, shape_of, weights_hash
 
 # Of projected embeddings before training. Smaller, and the first attention layer drowns what the token is (measured).
 PROJECTED_RMS = 0.1
@@ -44,9 +46,11 @@ STEP_REPEATS = 20
 def train_predictor(config: TrainConfig) -> dict:
     """Fit, evaluate and export as `config` says; returns the content of `metrics.json`.
 
-    Raises InputError for a missing key, an output folder in use, or traces that are not this target's.
+    Raises InputError for a missing key, an output folder in use, or traces that are not this target's or hold no
+    answers to learn from and to measure; OSError when the export cannot be written.
     """
     traces = open_traces(config)
+    require_answers(traces, config)
     model_config = load_target_config(config.target)
     shape = shape_of(model_config, config.target.trust_remote_code)
     require_same_target(traces, config, shape, config_hash(model_config))
@@ -54,20 +58,32 @@ def train_predictor(config: TrainConfig) -> dict:
     predictor = build_predictor(config, shape, config_hash(model_config), load_embedding(config.target))
     training = fit(predictor, traces, config)
     metrics = evaluate(predictor, traces)
-    replace_folder(Path(config.output), lambda folder: _export(folder, predictor, metrics, config, traces, training))
+    export(config, lambda folder: _write(folder, predictor, metrics, config, traces, training))
     return metrics
 
 
+def require_answers(traces: TraceSet, config: TrainConfig) -> None:
+    """Raises InputError unless samples of both splits have positions after their prompt."""
+    for split in ("train", "test"):
+        if not any(item.split == split and len(item.input_ids) > item.prompt_len for item in traces):
+            raise InputError(
+                f"--traces {config.traces}: its {split} samples have no answer positions; trace more samples"
+            )
+
+
 def require_same_target(traces: TraceSet, config: TrainConfig, shape: MoeShape, config_sha256: str) -> None:
-    """Raises InputError, naming both sides, when the traces were recorded on another model."""
-    manifest = traces.manifest
-    recorded = (manifest["moe_layers"], traces.num_experts, traces.top_k, manifest["target"]["config_sha256"])
-    if recorded != (list(shape.layers), shape.num_experts, shape.top_k, config_sha256):
+    """Raises InputError, naming both sides, when the traces were recorded on another model, or on other weights."""
+    target = traces.manifest["target"]
+    recorded = [traces.manifest["moe_layers"], traces.num_experts, traces.top_k, target["config_sha256"]]
+    given = [list(shape.layers), shape.num_experts, shape.top_k, config_sha256]
+    weights = target.get("weights_sha256"), weights_hash(config.target)
+    if None not in weights:
+        recorded.append(weights[0])
+        given.append(weights[1])
+    if recorded != given:
         raise InputError(
-            f"--traces {config.traces}: recorded on {manifest['target']['name']}"
-            f" ({_routing(traces.num_layers, traces.top_k, traces.num_experts, recorded[-1])}), not on"
-            f" --target.name {config.target.name}"
-            f" ({_routing(len(shape.layers), shape.top_k, shape.num_experts, config_sha256)}); trace that target"
+            f"--traces {config.traces}: recorded on {target['name']} ({_identity(*recorded)}), not on"
+            f" --target.name {config.target.name} ({_identity(*given)}); trace that target"
         )
 
 
@@ -99,11 +115,9 @@ def build_predictor(config: TrainConfig, shape: MoeShape, config_sha256: str, ta
 def fit(predictor: ExpertPredictor, traces: TraceSet, config: TrainConfig) -> dict:
     """Train in place on the `train` samples until the first limit; returns steps, seconds, samples and tokens seen."""
     items = [item for item in traces if item.split == "train"]
-    if not items:
-        raise InputError(f"--traces {config.traces}: it has no train samples; trace more samples")
     module = PredictorModule(predictor.train(), config, len(items))
     trainer = make_trainer(config)
-    trainer.fit(module, datamodule=TraceDataModule(items, config.tokens_per_batch, config.seed))
+    run_trainer(trainer, module, TraceDataModule(items, config.tokens_per_batch, config.seed))
     seconds = time.monotonic() - module.started
     return {"steps": trainer.global_step, "seconds": seconds, "samples": len(items), "tokens_seen": module.tokens}
 
@@ -121,6 +135,18 @@ def make_trainer(config: TrainConfig) -> lightning.Trainer:
         enable_model_summary=False,
         enable_progress_bar=sys.stderr.isatty(),
     )
+
+
+def run_trainer(trainer: lightning.Trainer, module: PredictorModule, data: TraceDataModule) -> None:
+    """`trainer.fit`, which turns Ctrl-C into `SystemExit(1)` and ignores it from then on: here it stays Ctrl-C."""
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        trainer.fit(module, datamodule=data)
+    except SystemExit as exit_:
+        if not isinstance(exit_.__context__, KeyboardInterrupt):
+            raise
+        signal.signal(signal.SIGINT, handler)
+        raise KeyboardInterrupt from None
 
 
 @torch.inference_mode()
@@ -148,6 +174,14 @@ def open_traces(config: TrainConfig) -> TraceSet:
         raise InputError("--max_minutes: training has no limit; give max_minutes, max_steps or max_epochs")
     require_new_folder(Path(config.output), config.overwrite)
     return read_traces(config.traces)
+
+
+def export(config: TrainConfig, write: Callable[[Path], object]) -> None:
+    """Let `write` fill what becomes the output folder. Raises OSError, also where safetensors could not write."""
+    try:
+        replace_folder(Path(config.output), write)
+    except SafetensorError as error:
+        raise OSError(f"--output {config.output}: {error}") from None
 
 
 def training_provenance(config: TrainConfig, traces: TraceSet) -> dict:
@@ -190,7 +224,7 @@ def _backbone_config(config: BackboneConfig) -> PreTrainedConfig:
     return backbone
 
 
-def _export(
+def _write(
     folder: Path, predictor: ExpertPredictor, metrics: dict, config: TrainConfig, traces: TraceSet, training: dict
 ) -> None:
     predictor.save_pretrained(folder)
@@ -198,8 +232,9 @@ def _export(
     write_json(folder / "provenance.json", training_provenance(config, traces) | {"training": training})
 
 
-def _routing(num_layers: int, top_k: int, num_experts: int, config_sha256: str) -> str:
-    return f"{num_layers} MoE layers, {top_k} of {num_experts} experts, configuration {config_sha256[:8]}"
+def _identity(layers: list[int], num_experts: int, top_k: int, config_sha256: str, weights_sha256: str = "") -> str:
+    routing = f"{len(layers)} MoE layers, {top_k} of {num_experts} experts, configuration {config_sha256[:8]}"
+    return f"{routing}, weights {weights_sha256[:8]}" if weights_sha256 else routing
 
 
 def _simple_numbers(simple: FrequencyPredictor | TokenPredictor, traces: TraceSet) -> dict:

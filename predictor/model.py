@@ -7,16 +7,30 @@ Letters: B batch, T tokens, L MoE layers, E experts per layer, V vocabulary, D w
 """
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, Cache, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
 from ecospec.configs.errors import InputError
+from ecospec.configs.files import read_json
 
 HASHED_ROWS = 8192  # rows of the table converted to bf16 at a time
+SMALLEST_BACKBONE = {
+    "model_type": "qwen3",
+    "vocab_size": 1,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 8,
+}
 
 
 class ExpertPredictorConfig(PreTrainedConfig):
@@ -45,7 +59,7 @@ class ExpertPredictorConfig(PreTrainedConfig):
         **kwargs: Any,
     ) -> None:
         if not isinstance(backbone, PreTrainedConfig):
-            backbone = AutoConfig.for_model(**(backbone or {"model_type": "qwen3", "vocab_size": 1}))
+            backbone = AutoConfig.for_model(**(backbone or SMALLEST_BACKBONE))
         self.backbone = backbone
         self.num_layers = num_layers
         self.num_experts = num_experts
@@ -122,6 +136,36 @@ class ExpertPredictor(PreTrainedModel):
     def _origin(self) -> str:
         where = self.config.name_or_path or "this predictor"
         return f"predictor {where}: it was trained for target {self.config.target}"
+
+
+def load_predictor(folder: Path) -> ExpertPredictor:
+    """The predictor of a folder, in float32 and without an embedding table.
+
+    Raises InputError when the folder holds something else, or weights that are unreadable or not its configuration's.
+    """
+    values = read_json(folder / "config.json")
+    if not isinstance(values, dict) or values.get("model_type") != ExpertPredictorConfig.model_type:
+        raise InputError(f"{folder}: is no expert predictor; give the folder that ecospec-train predictor wrote")
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # the report on the keys becomes one error below
+    try:
+        predictor, info = ExpertPredictor.from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except (SafetensorError, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"{folder / 'model.safetensors'}: no readable weights ({reason}); export it again") from None
+    finally:
+        logging.set_verbosity(verbosity)
+    _require_all_keys(folder, info)
+    return predictor
+
+
+def _require_all_keys(folder: Path, info: dict) -> None:
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info[kind]:
+            names = ", ".join(map(str, sorted(info[kind])[:3]))
+            raise InputError(f"{folder / 'model.safetensors'}: {kind.replace('_', ' ')} {names}; export it again")
 
 
 def without_vocabulary(backbone: PreTrainedModel) -> PreTrainedModel:

@@ -125,12 +125,19 @@ def test_a_failed_write_leaves_the_old_content(tmp_path):
 
 
 def test_a_folder_in_use_is_refused_unless_overwritten(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(InputError, match="not empty"):
+    (tmp_path / "results.json").touch()
+    with pytest.raises(InputError, match="--overwrite"):
         require_new_folder(tmp_path, overwrite=False)
     require_new_folder(tmp_path, overwrite=True)
     with pytest.raises(InputError, match="is a file"):
-        require_new_folder(tmp_path / "file", overwrite=True)
+        require_new_folder(tmp_path / "results.json", overwrite=True)
+
+
+def test_a_folder_that_no_command_wrote_is_never_replaced(tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    for overwrite in (False, True):
+        with pytest.raises(InputError, match="not ours"):
+            require_new_folder(tmp_path, overwrite)
 
 
 def test_replacing_a_folder_is_all_or_nothing(tmp_path):

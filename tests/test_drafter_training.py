@@ -186,12 +186,13 @@ def test_the_command_writes_a_published_layout_with_metrics_and_provenance(
 def test_an_output_folder_in_use_is_kept_unless_told_otherwise(
     traced: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "note").write_text("mine")
-    assert train(traced, tmp_path) == 2
-    assert (tmp_path / "note").read_text() == "mine"
+    assert train(traced, tmp_path / "head") == 0
+    (tmp_path / "head" / "note").write_text("mine")
+    assert train(traced, tmp_path / "head") == 2
     assert_one_line(capsys, "--overwrite")
-    assert train(traced, tmp_path, "--overwrite") == 0
-    assert not (tmp_path / "note").exists()
+    assert (tmp_path / "head" / "note").read_text() == "mine"
+    assert train(traced, tmp_path / "head", "--overwrite") == 0
+    assert not (tmp_path / "head" / "note").exists()
 
 
 @pytest.mark.parametrize(
@@ -213,10 +214,11 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert not (tmp_path / "head").exists()
 
 
+@pytest.mark.parametrize("changes", [{"num_experts": 4}, {"seed": 1}])
 def test_traces_of_another_target_are_refused(
-    traced: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    changes: dict, traced: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    other = tiny_target_folder(tmp_path / "other", num_hidden_layers=6, num_experts=4)
+    other = tiny_target_folder(tmp_path / "other", num_hidden_layers=6, **changes)
     assert train((other, traced[1]), tmp_path / "head") == 2
     assert_one_line(capsys, "recorded on")
 

@@ -55,7 +55,7 @@ def save_predictor(folder, target):
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    """A tiny target (five layers, as EAGLE-3's three must differ), its head, predictor, prompts and traces."""
+    """A tiny target of six layers, its head, predictor, prompts and traces."""
     root = tmp_path_factory.mktemp("lab")
     target = tiny_target_folder(root / "target", num_hidden_layers=6)
     save_head(root / "head")
@@ -133,6 +133,8 @@ def test_report_gathers_run_folders(lab, tmp_path):
         assert main(["eval", *options(lab, methods=methods("confidence"), output=tmp_path / name)]) == 0
     assert main(["report", str(tmp_path / "a"), str(tmp_path / "b"), "--output", str(tmp_path / "out")]) == 0
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"report.html", "report.md", "report.csv"}
+    inside = (tmp_path / "a" / "report.html").read_text()
+    assert "partial" not in inside
 
 
 def test_generate_streams_the_text_and_ends_with_a_summary(lab, capsys):
@@ -148,6 +150,12 @@ def test_check_says_what_fits_without_loading_weights(lab, capsys, tmp_path):
     out = capsys.readouterr().out
     assert "6 of 8 experts, top-2" in out
     assert out.endswith("everything fits\n")
+    weights = lab.target / "model.safetensors"
+    blind = shutil.copytree(lab.target, tmp_path / "target")
+    (blind / "model.safetensors").write_bytes(weights.read_bytes()[:100])  # never read
+    assert main(["check", *options(lab, target=blind)]) == 0
+    assert main(["check", *options(lab, **{"expert-mib": 0.05})]) == 0
+    assert "GiB" in capsys.readouterr().out
 
 
 def test_the_python_decoder_returns_what_generate_returns(lab):
@@ -195,6 +203,20 @@ def broken(lab, tmp_path, case):
     if case == "head of another vocabulary":
         save_head(tmp_path / "head", vocab_size=300)
         return {"drafter": tmp_path / "head"}, ["300", "264"]
+    if case == "a drafter for a predictor":
+        return {"predictor": lab.root / "head"}, ["no expert predictor"]
+    if case == "a broken head":
+        folder = shutil.copytree(lab.root / "head", tmp_path / "head")
+        (folder / "model.safetensors").write_bytes(b"nothing")
+        return {"drafter": folder}, ["model.safetensors"]
+    if case == "a text beyond the context":
+        return {"max-new-tokens": 300}, ["context", "256"]
+    if case == "a method's own epsilon":
+        return {"methods": '[{"label": "a", "selection": {"epsilon": -1}}]'}, ["methods[0].selection", "epsilon"]
+    if case == "two plain methods":
+        return {"methods": f'[{BASELINES}, {{"label": "b", "drafter": "none"}}]'}, ["only one can be plain"]
+    if case == "no temperature":
+        return {"temperature": "[]"}, ["temperature"]
     if case == "predictor of another target":
         other = tiny_target_folder(tmp_path / "other", seed=9, num_hidden_layers=6)
         save_predictor(tmp_path / "predictor", other)
@@ -212,7 +234,7 @@ def broken(lab, tmp_path, case):
         return {"footprints": "token"}, ["--traces"]
     if case == "an output in use":
         (tmp_path / "run").mkdir()
-        (tmp_path / "run" / "x").touch()
+        (tmp_path / "run" / "results.json").touch()
         return {}, ["not empty", "--overwrite"]
     raise AssertionError(case)
 
@@ -221,6 +243,12 @@ CASES = [
     "no weights",
     "dense",
     "head of another vocabulary",
+    "a drafter for a predictor",
+    "a broken head",
+    "a text beyond the context",
+    "a method's own epsilon",
+    "two plain methods",
+    "no temperature",
     "predictor of another target",
     "predictor of another shape",
     "no prompts",

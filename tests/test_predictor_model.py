@@ -8,13 +8,20 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, DynamicCache
 
 from ecospec.configs.errors import InputError
 from ecospec.configs.schema import TargetConfig
 from ecospec.predictor.embedding import load_embedding
-from ecospec.predictor.model import ExpertPredictor, ExpertPredictorConfig, embedding_hash
+from ecospec.predictor.model import (
+    SMALLEST_BACKBONE,
+    ExpertPredictor,
+    ExpertPredictorConfig,
+    embedding_hash,
+    load_predictor,
+)
 from tests.tiny import tiny_model, tiny_target_folder
 
 L, E, K, V, D = 3, 8, 2, 40, 12
@@ -123,8 +130,8 @@ def test_left_padding_with_a_mask_changes_no_logit():
 def test_an_export_reloads_to_equal_logits_and_says_what_it_is(seed, tmp_path):
     predictor, ids = tiny_predictor(seed), random_ids(seed, T=9)
     predictor.save_pretrained(tmp_path)
-    loaded = ExpertPredictor.from_pretrained(tmp_path).attach_embedding(table_for(seed))
-    assert torch.equal(loaded(ids), predictor(ids))
+    for load in (ExpertPredictor.from_pretrained, load_predictor):
+        assert torch.equal(load(tmp_path).attach_embedding(table_for(seed))(ids), predictor(ids))
     saved = json.loads((tmp_path / "config.json").read_text())
     expected = {
         "num_layers": L,
@@ -138,6 +145,51 @@ def test_an_export_reloads_to_equal_logits_and_says_what_it_is(seed, tmp_path):
         "embedding_sha256": embedding_hash(table_for(seed)),
     }
     assert expected.items() <= saved.items()
+
+
+def test_a_predictor_is_tiny_unless_told_otherwise_and_reloads(tmp_path):
+    predictor = ExpertPredictor(ExpertPredictorConfig())
+    assert predictor.num_parameters() < 1000
+    predictor.save_pretrained(tmp_path)
+    loaded = load_predictor(tmp_path)
+    assert SMALLEST_BACKBONE.items() <= loaded.config.backbone.to_dict().items()
+    assert all(torch.equal(loaded.state_dict()[name], weight) for name, weight in predictor.state_dict().items())
+
+
+@pytest.mark.parametrize("values", [{"model_type": "llama"}, {}, []])
+def test_a_folder_of_something_else_is_no_predictor(values, tmp_path):
+    tiny_predictor(0).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(InputError, match="is no expert predictor; give the folder that ecospec-train predictor wrote"):
+        load_predictor(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda weights: weights.pop("head.bias"), "missing keys head.bias"),
+        (lambda weights: weights.update(stranger=torch.ones(1)), "unexpected keys stranger"),
+        (lambda weights: weights.update({"head.bias": torch.ones(1)}), "mismatched keys .*head.bias"),
+    ],
+)
+def test_weights_that_are_not_the_configurations_are_refused(change, problem, tmp_path):
+    tiny_predictor(0).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    change(weights)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=problem):
+        load_predictor(tmp_path)
+
+
+@pytest.mark.parametrize("size", [None, 0, 5, 3000])
+def test_absent_and_truncated_weights_are_refused(size, tmp_path):
+    tiny_predictor(0).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    content = path.read_bytes()
+    assert len(content) > 3000
+    path.unlink() if size is None else path.write_bytes(content[:size])
+    with pytest.raises(InputError, match=r"model\.safetensors"):
+        load_predictor(tmp_path)
 
 
 def test_no_embedding_table_is_saved_or_counted(tmp_path):

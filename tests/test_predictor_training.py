@@ -5,6 +5,9 @@ Letters: T tokens, L MoE layers, E experts, K experts per token, V vocabulary.
 
 import json
 import math
+import resource
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,13 +19,14 @@ import torch
 from transformers import AutoConfig, AutoModel
 
 from ecospec.configs.cli import parse
+from ecospec.configs.errors import InputError
 from ecospec.configs.schema import TargetConfig
 from ecospec.data.module import TraceDataModule
 from ecospec.data.traces import read_traces
 from ecospec.predictor import cli
 from ecospec.predictor.config import BackboneConfig, TrainConfig
 from ecospec.predictor.embedding import load_embedding
-from ecospec.predictor.fit import build_predictor, evaluate, fit, make_trainer
+from ecospec.predictor.fit import build_predictor, evaluate, fit, make_trainer, require_answers
 from ecospec.predictor.lightning import FINAL_FACTOR, Limits, PredictorModule, learning_rate_factor
 from ecospec.predictor.model import ExpertPredictor
 from ecospec.tracing.cli import main as trace_main
@@ -229,21 +233,89 @@ def test_an_exported_predictor_scores_what_its_metrics_say(recorded, tiny_target
 
 def test_a_finished_folder_is_kept_unless_overwrite_is_given(recorded, tiny_target, tmp_path, capsys):
     output = tmp_path / "predictor"
-    output.mkdir()
-    (output / "mine.txt").write_text("precious")
+    assert cli.main(command(tiny_target, recorded, output)) == 0
+    (output / "note.txt").write_text("on this run")
     assert cli.main(command(tiny_target, recorded, output)) == 2
     assert "--overwrite" in one_error_line(capsys)
-    assert (output / "mine.txt").exists()
+    assert (output / "note.txt").exists()
     assert cli.main(command(tiny_target, recorded, output, "--overwrite")) == 0
-    assert not (output / "mine.txt").exists()
+    assert not (output / "note.txt").exists()
 
 
-def test_traces_of_another_target_are_refused_naming_both(recorded, tiny_target, tmp_path, capsys):
-    other = tiny_target_folder(tmp_path / "other", seed=1, num_hidden_layers=2)
+def test_an_output_that_cannot_be_written_is_noticed_before_training(
+    recorded, tiny_target, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("ecospec.predictor.fit.fit", None)
+    (tmp_path / "file").write_text("mine")
+    for output in (tmp_path / "file", tmp_path / "file" / "predictor", tmp_path / "file" / "more" / "predictor"):
+        assert cli.main(command(tiny_target, recorded, output)) == 2
+        assert str(output) in one_error_line(capsys)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_failed_write_is_one_line_and_leaves_nothing(recorded, tiny_target, tmp_path, capsys, monkeypatch):
+    save, limits = ExpertPredictor.save_pretrained, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def save_what_is_too_large(predictor: ExpertPredictor, folder: Path) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
+        try:
+            save(predictor, folder)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    monkeypatch.setattr(ExpertPredictor, "save_pretrained", save_what_is_too_large)
+    assert cli.main(command(tiny_target, recorded, tmp_path / "predictor")) == 1
+    assert "large" in one_error_line(capsys)
+    assert not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_exits_130_and_leaves_nothing(recorded, tiny_target, tmp_path, capsys, monkeypatch):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    handler = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(PredictorModule, "training_step", interrupted)
+    assert cli.main(command(tiny_target, recorded, tmp_path / "predictor")) == 130
+    assert "interrupted" in one_error_line(capsys)
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_exit_from_training_stays_what_it_is(monkeypatch):
+    def exits(*_: object) -> None:
+        raise SystemExit(3)
+
+    monkeypatch.setattr(PredictorModule, "on_fit_start", exits)
+    with pytest.raises(SystemExit, match="3"):
+        trained(learnable_traces(0), options(max_steps=1))
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_traces_without_answers_in_a_split_are_refused_before_training(split):
+    traces = learnable_traces(0)
+    require_answers(traces, options(traces="here"))
+    for item in traces:
+        if item.split == split:
+            item.prompt_len = len(item.input_ids)
+    with pytest.raises(InputError, match=f"--traces here: its {split} samples have no answer positions"):
+        require_answers(traces, options(traces="here"))
+
+
+@pytest.mark.parametrize(("changes", "named"), [({"num_hidden_layers": 2}, "2 MoE layers"), ({}, "weights")])
+def test_traces_of_another_target_are_refused_naming_both(recorded, tiny_target, tmp_path, capsys, changes, named):
+    other = tiny_target_folder(tmp_path / "other", seed=1, **changes)
     assert cli.main(command(other, recorded, tmp_path / "out")) == 2
     line = one_error_line(capsys)
-    assert str(other) in line and str(tiny_target) in line
+    assert str(other) in line and str(tiny_target) in line and named in line
     assert not (tmp_path / "out").exists()
+
+
+def test_traces_from_before_weights_were_hashed_are_accepted(recorded, tiny_target, tmp_path):
+    old = shutil.copytree(recorded, tmp_path / "old")
+    manifest = json.loads((old / "manifest.json").read_text())
+    del manifest["target"]["weights_sha256"]
+    (old / "manifest.json").write_text(json.dumps(manifest))
+    assert cli.main(command(tiny_target, old, tmp_path / "predictor", "--max-steps", "1")) == 0
 
 
 @pytest.mark.parametrize(
@@ -254,6 +326,16 @@ def test_traces_of_another_target_are_refused_naming_both(recorded, tiny_target,
         (["--backbone.num_heads", "5"], "--backbone.num_heads 5"),
         (["--tokens-per-batch", "0"], "--tokens_per_batch 0"),
         (["--learning-rate", "fast"], "learning_rate"),
+        (["--learning-rate", "0"], "--learning_rate 0"),
+        (["--learning-rate", ".nan"], "--learning_rate nan"),
+        (["--max-minutes", ".nan"], "--max_minutes nan"),
+        (["--max-minutes", ".inf"], "--max_minutes inf"),
+        (["--max-minutes", "-1"], "--max_minutes -1"),
+        (["--warmup-steps", "-1"], "--warmup_steps -1"),
+        (["--weight-decay", "-0.1"], "--weight_decay -0.1"),
+        (["--gradient-clip", "0"], "--gradient_clip 0"),
+        (["--head.rope_theta", ".nan"], "--head.rope_theta nan"),
+        (["--seed", "-1"], "--seed -1"),
         (["--max-minuets", "1"], "max-minuets"),
     ],
 )

@@ -72,6 +72,8 @@ def make_run(method: tuple, dataset: str, temperature: float, gamma: int | None 
         "moe_layers": list(range(LAYERS)),
         "samples": 20,
         "tokens": tokens,
+        "steps": tokens / alpha,
+        "decode_seconds": tokens / alpha * step if timed else None,
         "tokens_per_second": alpha / step if timed else None,
         "speedup_vs_ar": alpha / step * plain if timed else None,
         "interval": [alpha / step * plain * 0.95, alpha / step * plain * 1.05] if timed else None,
@@ -204,8 +206,8 @@ def test_pooled_numbers_are_totals_over_totals() -> None:
 def test_a_pooled_speedup_of_unequal_texts_is_the_ratio_of_two_throughputs() -> None:
     fast = [make_run(METHODS[1], dataset, 0.0) for dataset in WEIGHTS]
     plain = [make_run(METHODS[0], dataset, 0.0) for dataset in WEIGHTS]
-    plain[0]["tokens"], plain[0]["tokens_per_second"] = 100, 10.0
-    plain[1]["tokens"], plain[1]["tokens_per_second"] = 300, 60.0
+    plain[0]["decode_seconds"], plain[0]["tokens_per_second"] = 10.0, 10.0
+    plain[1]["decode_seconds"], plain[1]["tokens_per_second"] = 5.0, 60.0
     pooled = {row["label"]: row for row in pool_methods(name_methods(fast + plain))}
     assert pooled["plain"]["tokens_per_second"] == pytest.approx(400 / 15)
     assert pooled["plain"]["speedup_vs_ar"] == pytest.approx(1.0)
@@ -256,7 +258,8 @@ def test_plain_decoding_alone_makes_a_report() -> None:
 
 
 def test_a_run_without_steps_makes_a_report() -> None:
-    run = make_run(METHODS[2], "lab/maths", 0.0) | {"acceptance_length": 0.0, "active_experts": 0.0, "tokens": 20}
+    run = make_run(METHODS[2], "lab/maths", 0.0)
+    run |= {"steps": 0, "acceptance_length": None, "active_experts": None, "tokens": 20}
     assert pool_methods(name_methods([run]))[0]["acceptance_length"] is None
     Page(rendered([run]))
 

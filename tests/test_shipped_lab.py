@@ -10,6 +10,7 @@ import torch
 from ecospec.configs.schema import PromptConfig, TargetConfig
 from ecospec.data import read_traces
 from ecospec.data.lab import measure
+from ecospec.data.lab.card import shipped_weights
 from ecospec.data.prompts import read_prompts
 from ecospec.inference.assemble import MethodPlan, Workshop
 from ecospec.inference.config import DrafterConfig, PredictorConfig, SelectionConfig
@@ -125,6 +126,7 @@ def test_the_shipped_traces_are_sound_and_show_locality():
 
 def test_the_card_keeps_its_promises():
     numbers = json.loads(Path(CARD).read_text())
+    assert numbers["weights"] == shipped_weights(), "measure again: python -m ecospec.data.lab.build --stage card"
     routing = numbers["routing"]
     assert routing["union"]["4"] <= 0.92 * routing["chance"]["4"]
     assert routing["unused_experts"] == 0

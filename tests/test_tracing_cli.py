@@ -9,12 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import CLIPConfig, PreTrainedConfig, Qwen3Config, T5Config
 
+from ecospec.configs.errors import InputError
+from ecospec.configs.schema import TargetConfig
 from ecospec.data.traces import read_traces
 from ecospec.tracing import store
 from ecospec.tracing.check import check_folder
 from ecospec.tracing.cli import main
-from tests.tiny import brute_force_experts, tiny_model, tiny_tokenizer
+from ecospec.tracing.target import weights_hash
+from tests.tiny import brute_force_experts, tiny_config, tiny_model, tiny_target_folder, tiny_tokenizer
 
 TEXTS = ["why?", "a somewhat longer prompt, to be padded for", "short", "two words", "the last one of them", "x", "yes"]
 SAMPLED = ["--temperature", "1.0", "--top-p", "0.9", "--seed", "3"]
@@ -144,6 +148,53 @@ def test_another_configuration_is_refused(
     assert "prompts" in one_line(capsys)
 
 
+def test_a_retrained_target_is_another_configuration(
+    prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "target"
+    words = ["run", "--target", str(target), "--prompts", str(prompts), "--output", str(tmp_path / "t")]
+    tiny_target_folder(target)
+    assert main([*words, "--max-new-tokens", "2"]) == 0
+    tiny_target_folder(target, seed=1)
+    assert main([*words, "--max-new-tokens", "2"]) == 2
+    assert "target.weights_sha256" in one_line(capsys)
+
+
+def test_the_weights_hash_follows_contents_or_for_large_files_names_and_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hashes(content: bytes, name: str = "model.safetensors") -> list[str | None]:
+        file = tmp_path / name
+        file.write_bytes(content)
+        found = []
+        for limit in (2**30, 2):
+            monkeypatch.setattr("ecospec.tracing.target.HASHED_BYTES", limit)
+            found.append(weights_hash(TargetConfig(name=str(tmp_path))))
+        file.unlink()
+        return found
+
+    first, other, longer, renamed = hashes(b"abc"), hashes(b"abd"), hashes(b"abcd"), hashes(b"abc", "pytorch_model.bin")
+    assert first == hashes(b"abc")
+    assert first[0] != other[0] and first[1] == other[1]
+    assert first[1] != longer[1]
+    assert all(one != another for one, another in zip(first, renamed, strict=True))
+    assert weights_hash(TargetConfig(name="some/hub-id")) is None
+    with pytest.raises(InputError, match="no weights"):
+        weights_hash(TargetConfig(name=str(tmp_path)))
+
+
+def test_a_finished_folder_that_lost_a_part_is_damage_with_a_remedy(
+    command: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command(tmp_path / "t")) == 0
+    next((tmp_path / "t").glob("part-*")).unlink()
+    assert main(command(tmp_path / "t")) == 1
+    assert "delete manifest.json" in one_line(capsys)
+    (tmp_path / "t" / "manifest.json").unlink()
+    assert main(command(tmp_path / "t")) == 0
+    check_folder(tmp_path / "t")
+
+
 def test_ctrl_c_leaves_a_state_from_which_the_same_command_goes_on(
     command: Callable, uninterrupted: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,12 +265,29 @@ def test_a_failed_write_is_one_line_and_loses_nothing_committed(
 def test_a_dense_model_is_refused_before_its_weights_load(
     prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from transformers import Qwen3Config
-
     Qwen3Config(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=300).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)  # and no weights at all
     assert main(["run", "--target", str(tmp_path), "--prompts", str(prompts), "--output", str(tmp_path / "t")]) == 2
     assert "no routed experts" in one_line(capsys)
+    assert not (tmp_path / "t").exists()
+
+
+@pytest.mark.parametrize("config", [T5Config(d_model=32), CLIPConfig()], ids=["t5", "clip"])
+def test_a_folder_of_no_causal_language_model_is_bad_input(
+    config: PreTrainedConfig, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config.save_pretrained(tmp_path)
+    assert main(["run", "--target", str(tmp_path), "--prompts", str(prompts), "--output", str(tmp_path / "t")]) == 2
+    assert "not a causal language model" in one_line(capsys)
+
+
+def test_a_tokenizer_of_another_vocabulary_is_bad_input(
+    prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_config("qwen3_moe", vocab_size=200, pad_token_id=0).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    assert main(["run", "--target", str(tmp_path), "--prompts", str(prompts), "--output", str(tmp_path / "t")]) == 2
+    assert "its tokenizer has 257 tokens but the model only 200" in one_line(capsys)
     assert not (tmp_path / "t").exists()
 
 

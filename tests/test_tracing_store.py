@@ -1,9 +1,11 @@
 """Trace folders keep every id, come back as they were written, and give away any damage."""
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,7 +17,7 @@ from ecospec.data.traces import read_traces
 from ecospec.tracing import store
 from ecospec.tracing.check import check_folder
 from ecospec.tracing.export import export_tokens
-from ecospec.tracing.layout import COLUMNS, decode_experts, encode_experts, id_dtype, split_of
+from ecospec.tracing.layout import COLUMNS, decode_experts, encode_experts, id_dtype, reading, split_of
 from ecospec.tracing.store import TraceFolder
 
 L, K = 3, 2
@@ -25,7 +27,7 @@ KEYS = [f"key{i}" for i in range(6)]
 def header(num_experts: int = 8, seed: int = 0, samples: int = 6) -> dict:
     return {
         "schema": 1,
-        "target": {"name": "tiny"},
+        "target": {"name": "tiny", "config_sha256": "c0ffee"},
         "moe_layers": [1, 2, 4],
         "num_experts": num_experts,
         "top_k": K,
@@ -219,8 +221,46 @@ def test_finalising_with_a_sample_missing_or_twice_is_damage(tmp_path: Path) -> 
 def test_a_part_that_cannot_be_read_is_damage_with_a_remedy(folder: Path) -> None:
     part = min(folder.glob("part-*"))
     part.write_bytes(part.read_bytes()[:40])
-    with pytest.raises(DamageError, match="run the same command again"):
-        TraceFolder(folder, header())
+    for read in (lambda: TraceFolder(folder, header()), lambda: read_traces(folder)):
+        with pytest.raises(DamageError, match=f"{part.name}.*run the same ecospec-trace command again"):
+            read()
+
+
+def test_damage_inside_a_part_is_named_by_whatever_reads_it(folder: Path, tmp_path: Path) -> None:
+    part = min(folder.glob("part-*"))
+    column = pq.ParquetFile(part).metadata.row_group(0).column(COLUMNS.get_field_index("experts"))
+    content = bytearray(part.read_bytes())
+    start = column.data_page_offset
+    content[start : start + column.total_compressed_size] = bytes(column.total_compressed_size)
+    part.write_bytes(content)
+    for read in (list, lambda traces: export_tokens(traces.folder, tmp_path / "sql")):
+        with pytest.raises(DamageError, match=part.name):
+            read(read_traces(folder))
+
+
+def test_what_the_system_refuses_is_not_called_damage(folder: Path) -> None:
+    with pytest.raises(PermissionError), reading(folder / "part-0.parquet"):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+
+def test_expert_ids_that_are_cut_short_are_named_with_their_part(folder: Path) -> None:
+    rewrite_part(folder, first_row(experts=bytes(5)))
+    with pytest.raises(DamageError, match=min(folder.glob("part-*")).name):
+        list(read_traces(folder))
+
+
+def test_a_complete_folder_that_lost_a_part_says_how_to_mend_it(folder: Path) -> None:
+    TraceFolder(folder, header()).require_finished(KEYS)
+    min(folder.glob("part-*")).unlink()
+    with pytest.raises(DamageError, match=r"2 of 6 samples are missing; delete manifest\.json"):
+        TraceFolder(folder, header()).require_finished(KEYS)
+    (folder / "manifest.json").unlink()
+    resumed = TraceFolder(folder, header())
+    for index in range(6):
+        if KEYS[index] not in resumed.finished:
+            resumed.add([row(index)])
+    resumed.finalise(KEYS)
+    check_folder(folder)
 
 
 def test_check_accepts_a_sound_folder(folder: Path) -> None:
@@ -243,6 +283,15 @@ def test_check_tells_no_trace_folder_from_an_unfinished_one(folder: Path, tmp_pa
 def test_a_manifest_that_is_none_is_bad_input(folder: Path, text: str) -> None:
     (folder / "manifest.json").write_text(text)
     with pytest.raises(InputError, match=r"manifest\.json"):
+        check_folder(folder)
+
+
+@pytest.mark.parametrize(
+    "change", [{"samples": {}}, {"samples": 6}, {"parts": [{"file": "a"}]}, {"prompts": [{}]}, {"target": {}}]
+)
+def test_a_manifest_with_holes_is_damage(folder: Path, change: dict) -> None:
+    write_json(folder / "manifest.json", read_json(folder / "manifest.json") | change)
+    with pytest.raises(DamageError, match=rf"manifest\.json.*{next(iter(change))} without"):
         check_folder(folder)
 
 
@@ -285,6 +334,8 @@ ASCENDING = np.tile([1, 5], (4, L, 1))
         (first_row(split="valid"), "split"),
         (first_row(dataset="lab/code"), "dataset"),
         (first_row(key=None), "missing"),
+        (first_row(sample_id="maths-0"), "not dataset/row/turn"),
+        (first_row(sample_id="lab/maths/first/0"), "not dataset/row/turn"),
         (lambda rows: [rows[1], rows[1]], "key occurs twice"),
         (lambda rows: pa.table({"key": ["a", "b"]}), "columns"),
     ],
@@ -337,3 +388,9 @@ def test_the_exported_table_has_a_row_a_token_with_its_own_ids(folder: Path, tmp
         assert (found["dataset"], found["split"]) == (trace.dataset, trace.split)
         ids = [found[f"experts_layer_{layer}"] for layer in (1, 2, 4)]
         assert np.array_equal(ids, trace.experts[position])
+
+
+def test_the_datasets_library_reads_the_same_bytes(folder: Path, tmp_path: Path) -> None:
+    parts = sorted(map(str, folder.glob("part-*")))
+    loaded = datasets.load_dataset("parquet", data_files=parts, split="train", cache_dir=str(tmp_path / "cache"))
+    assert {found["key"]: found["experts"] for found in loaded} == {row(i)["key"]: row(i)["experts"] for i in range(6)}

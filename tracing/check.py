@@ -5,18 +5,18 @@ Letters: T tokens, L MoE layers, E experts, K experts per token.
 
 from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ecospec.configs.errors import DamageError
 from ecospec.configs.files import sha256_file
 from ecospec.tracing.layout import (
-    COLUMNS,
     MANIFEST,
     PARTS,
     decode_experts,
     id_dtype,
+    open_part,
     read_manifest,
+    reading,
     require_sound_ids,
     split_of,
 )
@@ -64,7 +64,9 @@ def _check_part(path: Path, part: dict, manifest: dict, keys: set[str]) -> None:
     """Check one part and add its keys to `keys`."""
     file = _open_part(path, part)
     for group in range(file.num_row_groups):
-        for row in file.read_row_group(group).to_pylist():
+        with reading(path):
+            rows = file.read_row_group(group).to_pylist()
+        for row in rows:
             try:
                 _check_row(row, manifest)
             except DamageError as error:
@@ -77,12 +79,7 @@ def _check_part(path: Path, part: dict, manifest: dict, keys: set[str]) -> None:
 def _open_part(path: Path, part: dict) -> pq.ParquetFile:
     if sha256_file(path) != part["sha256"]:
         raise DamageError(f"{path}: its sha256 is not the manifest's; the file was changed or damaged")
-    try:
-        file = pq.ParquetFile(path)
-    except pa.ArrowInvalid as error:
-        raise DamageError(f"{path}: not a Parquet file ({error})") from None
-    if not file.schema_arrow.remove_metadata().equals(COLUMNS):
-        raise DamageError(f"{path}: its columns are not those of a trace")
+    file = open_part(path)
     if file.metadata.num_rows != part["rows"]:
         raise DamageError(f"{path}: {file.metadata.num_rows} rows where the manifest says {part['rows']}")
     return file
@@ -98,6 +95,14 @@ def _check_row(row: dict, manifest: dict) -> None:
     require_sound_ids(experts_TLK, manifest["num_experts"])
     if not 1 <= row["prompt_len"] <= T:
         raise DamageError(f"prompt_len {row['prompt_len']} of {T} tokens")
-    dataset, source_row, turn = row["sample_id"].rsplit("/", 2)
-    if (dataset, turn) != (row["dataset"], str(row["turn"])) or split_of(dataset, int(source_row)) != row["split"]:
+    dataset, source_row, turn = _sample_id_parts(row["sample_id"])
+    if (dataset, turn) != (row["dataset"], str(row["turn"])) or split_of(dataset, source_row) != row["split"]:
         raise DamageError("dataset, turn or split do not fit the sample id")
+
+
+def _sample_id_parts(sample_id: str) -> tuple[str, int, str]:
+    """Data set (which may itself hold slashes), row and turn."""
+    parts = sample_id.rsplit("/", 2)
+    if len(parts) < 3 or not parts[1].isdecimal():
+        raise DamageError("the sample id is not dataset/row/turn")
+    return parts[0], int(parts[1]), parts[2]

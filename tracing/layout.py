@@ -10,10 +10,13 @@ Letters: T tokens, L MoE layers, E experts, K experts per token.
 """
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from ecospec.configs.errors import DamageError, InputError
 from ecospec.configs.files import read_json
@@ -24,6 +27,7 @@ PARTS = "part-*.parquet"
 LEFTOVERS = (".part-*.partial", ".manifest.json.*.partial")  # of `replace_file`
 HEADER_KEY = b"ecospec"  # of each part's schema metadata: the manifest's header as JSON
 TRAIN_PERCENT = 80
+REMEDY = f"delete it and {MANIFEST}, then run the same ecospec-trace command again"
 COLUMNS = pa.schema(
     [
         ("key", pa.string()),
@@ -37,6 +41,12 @@ COLUMNS = pa.schema(
     ]
 )
 _REQUIRED = {"schema", "target", "moe_layers", "num_experts", "top_k", "id_dtype", "prompts", "samples", "parts"}
+_REQUIRED_WITHIN = {  # of a mapping, or of each mapping in a list
+    "target": {"name", "config_sha256"},
+    "prompts": {"dataset", "samples"},
+    "samples": {"written", "rejected"},
+    "parts": {"file", "rows", "sha256"},
+}
 
 
 def id_dtype(num_experts: int) -> np.dtype:
@@ -74,7 +84,7 @@ def require_sound_ids(experts_TLK: np.ndarray, num_experts: int) -> None:
 
 
 def read_manifest(folder: str | Path) -> dict:
-    """Raises InputError when `folder` is no finished trace folder of this version."""
+    """Raises InputError when `folder` is no finished trace folder of this version, DamageError for a broken one."""
     folder = Path(folder)
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder")
@@ -89,4 +99,35 @@ def read_manifest(folder: str | Path) -> dict:
         raise InputError(f"{path}: is no trace manifest (without {', '.join(sorted(missing))})")
     if manifest["schema"] != SCHEMA_VERSION:
         raise InputError(f"{path}: has trace schema {manifest['schema']}, this version reads {SCHEMA_VERSION}")
+    for key, required in _REQUIRED_WITHIN.items():
+        for item in manifest[key] if isinstance(manifest[key], list) else [manifest[key]]:
+            missing = required - set(item) if isinstance(item, dict) else required
+            if missing:
+                raise DamageError(
+                    f"{path}: damaged ({key} without {', '.join(sorted(missing))}); "
+                    "delete it and run the same ecospec-trace command again"
+                )
     return manifest
+
+
+def open_part(path: Path) -> pq.ParquetFile:
+    """Raises DamageError when the part is no Parquet file or has other columns than a trace."""
+    with reading(path):
+        file = pq.ParquetFile(path)
+        if not file.schema_arrow.remove_metadata().equals(COLUMNS):
+            raise DamageError("its columns are not those of a trace")
+    return file
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raises DamageError, naming the part `path` and the remedy, for what is found wrong while it is read.
+
+    What the system refuses, such as a missing permission, stays the OSError that it is; Arrow's own have no `errno`.
+    """
+    try:
+        yield
+    except (pa.ArrowException, OSError, DamageError) as error:
+        if getattr(error, "errno", None) is not None:
+            raise
+        raise DamageError(f"{path}: damaged ({error}); {REMEDY}") from None

@@ -18,7 +18,15 @@ from ecospec.tracing.engine import Routed, Sampling, TransformersEngine
 from ecospec.tracing.layout import SCHEMA_VERSION, encode_experts, id_dtype, split_of
 from ecospec.tracing.requests import Request, encode, request_key, require_context, tokenizer_sha256
 from ecospec.tracing.store import TraceFolder
-from ecospec.tracing.target import MoeShape, config_hash, load_target, load_target_config, load_tokenizer, shape_of
+from ecospec.tracing.target import (
+    MoeShape,
+    config_hash,
+    load_target,
+    load_target_config,
+    load_tokenizer,
+    shape_of,
+    weights_hash,
+)
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +34,8 @@ log = logging.getLogger(__name__)
 def run_trace(config: TraceConfig) -> None:
     """Trace every prompt into `config.output`; what an earlier run of the same command finished there is kept.
 
-    Raises InputError for bad prompts, a dense target (before any weight is read) or a folder of something else.
+    Raises InputError for bad prompts, a dense target (before any weight is read) or a folder of something else,
+    DamageError when a finished folder lacks some of its samples.
     """
     if config.output is None:
         raise InputError("no folder to write to: give --output DIR")
@@ -35,6 +44,7 @@ def run_trace(config: TraceConfig) -> None:
     shape, header, requests = _prepare(config)
     folder = TraceFolder(config.output, header)
     if folder.complete:
+        folder.require_finished(requests)
         log.info("%s is already complete: %d samples, nothing to do", config.output, len(requests))
         return
     keys = list(requests)
@@ -73,6 +83,7 @@ def trace_header(
             "revision": config.target.revision,
             "dtype": _dtype_name(config.target, model_config),
             "config_sha256": config_hash(model_config),
+            "weights_sha256": weights_hash(config.target),
             "experts_implementation": config.target.experts_implementation,
             "expert_mib": config.target.expert_mib,
         },

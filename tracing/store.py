@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from ecospec.configs.errors import DamageError, InputError
 from ecospec.configs.files import provenance, replace_file, sha256_file, sha256_json, write_json
-from ecospec.tracing.layout import COLUMNS, HEADER_KEY, LEFTOVERS, MANIFEST, PARTS, read_manifest
+from ecospec.tracing.layout import COLUMNS, HEADER_KEY, LEFTOVERS, MANIFEST, PARTS, read_manifest, reading
 
 COMMIT_BYTES = 8 * 2**20  # of expert ids
 COMMIT_SECONDS = 30.0
@@ -41,6 +41,15 @@ class TraceFolder:
     @property
     def complete(self) -> bool:
         return (self.folder / MANIFEST).exists()
+
+    def require_finished(self, expected: Collection[str]) -> None:
+        """Raises DamageError when the parts of a complete folder lack a key of `expected`."""
+        missing = len(set(expected) - self.finished)
+        if missing:
+            raise DamageError(
+                f"{self.folder}: complete by its {MANIFEST}, but {missing} of {len(expected)} samples are missing; "
+                f"delete {MANIFEST} and run the same ecospec-trace command again"
+            )
 
     def add(self, rows: Sequence[dict]) -> None:
         """Take the rows of one batch, each with the columns of `layout`; commit what gathered once it is due."""
@@ -95,10 +104,8 @@ class TraceFolder:
     def _finished_keys(self) -> set[str]:
         keys = set()
         for path in self.folder.glob(PARTS):
-            try:
+            with reading(path):
                 table = pq.read_table(path, columns=["key"])
-            except (pa.ArrowInvalid, OSError) as error:
-                raise DamageError(f"{path}: unreadable ({error}); delete it and run the same command again") from None
             self._require_same(json.loads((table.schema.metadata or {}).get(HEADER_KEY, b"{}")))
             keys.update(table["key"].to_pylist())
         return keys

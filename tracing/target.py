@@ -12,10 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from ecospec.configs.cli import shipped_root
 from ecospec.configs.errors import InputError
-from ecospec.configs.files import sha256_json
+from ecospec.configs.files import sha256_file, sha256_json
 from ecospec.configs.schema import TargetConfig
 from ecospec.tracing.routers import find_sites, top_k_of
 from ecospec.tracing.widening import widen_experts
+
+HASHED_BYTES = 2**30  # larger weights are known by their files' names and sizes
 
 
 @dataclass(frozen=True)
@@ -69,9 +71,17 @@ def load_target_config(config: TargetConfig) -> PreTrainedConfig:
 
 
 def shape_of(model_config: PreTrainedConfig, trust_remote_code: bool = False) -> MoeShape:
-    """The MoE shape from a configuration alone, on the meta device. Raises InputError for a dense model."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust_remote_code)
+    """The MoE shape from a configuration alone, on the meta device.
+
+    Raises InputError for a dense model, and for one that is no causal language model.
+    """
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        reason = " ".join(str(error).split())[:200]
+        where = model_config.name_or_path or model_config.model_type
+        raise InputError(f"{where}: not a causal language model that Transformers can build ({reason})") from None
     sites = find_sites(model)
     text = model_config.get_text_config()
     return MoeShape(
@@ -89,7 +99,7 @@ def load_target(config: TargetConfig) -> Target:
     path = resolve_target(config.name)
     model_config = load_target_config(config)
     shape = shape_of(model_config, config.trust_remote_code)
-    _require_weights(config, path)
+    _weight_files(config)
     tokenizer = load_tokenizer(config, shape.vocab_size)
     model = AutoModelForCausalLM.from_pretrained(
         path,
@@ -113,6 +123,19 @@ def config_hash(model_config: PreTrainedConfig) -> str:
     return sha256_json(values)
 
 
+def weights_hash(config: TargetConfig) -> str | None:
+    """sha256 over names and contents of a folder's weight files, of names and sizes above 1 GiB; None for a hub id.
+
+    Raises InputError when the folder has no weights.
+    """
+    files = _weight_files(config)
+    if files is None:
+        return None
+    sizes = {file.name: file.stat().st_size for file in files}
+    small = sum(sizes.values()) <= HASHED_BYTES
+    return sha256_json({file.name: sha256_file(file) for file in files} if small else sizes)
+
+
 def load_tokenizer(config: TargetConfig, vocab_size: int) -> PreTrainedTokenizerBase:
     """Raises InputError when there is none, or when it has ids that the model does not know."""
     path = resolve_target(config.name)
@@ -132,9 +155,12 @@ def load_tokenizer(config: TargetConfig, vocab_size: int) -> PreTrainedTokenizer
     return tokenizer
 
 
-def _require_weights(config: TargetConfig, path: str) -> None:
+def _weight_files(config: TargetConfig) -> list[Path] | None:
+    """The weight files of a folder, None for a hub id. Raises InputError when the folder has none."""
+    path = resolve_target(config.name)
     if not os.path.isdir(path):  # noqa: PTH112 - a hub id is not a path
-        return
-    folder = Path(path)
-    if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
+        return None
+    files = [file for pattern in ("*.safetensors", "pytorch_model*.bin") for file in Path(path).glob(pattern)]
+    if not files:
         raise InputError(f"--target.name {config.name}: the folder has no weights (*.safetensors)")
+    return files

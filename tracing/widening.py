@@ -34,7 +34,8 @@ def widen_experts(model: nn.Module, expert_mib: float, seed: int = 0) -> None:
             raise InputError(f"--target.expert_mib {expert_mib}: the experts already take more than that")
         gate, up = experts.gate_up_proj.chunk(2, dim=1)
         gate_up = torch.empty(E, 2, width, D, dtype=gate.dtype)
-        gate_up[:, :, F:].normal_(0.0, float(gate.float().std()), generator=generator)
+        if not gate.is_meta:
+            gate_up[:, :, F:].normal_(0.0, float(gate.float().std()), generator=generator)
         gate_up[:, 0, :F], gate_up[:, 1, :F] = gate, up
         down = torch.zeros(E, D, width, dtype=gate.dtype)
         down[:, :, :F] = experts.down_proj

@@ -51,8 +51,8 @@ class Recipe:
 
     def traces(self) -> None:
         """The target's own text: answers to prompts cut from the training text, and the small trace folder we ship."""
-        path = self.work / "prompts.jsonl"
-        rows = [json.dumps({"prompt": prompt}) for prompt in self._prompts()]
+        path = self.work / "lab-recipe.jsonl"
+        rows = [json.dumps({"prompt": prompt}) for prompt, _ in self._prompts()]
         write_text(path, "\n".join(rows) + "\n")
         options = ["--config", "lab/trace", "--target", "lab"]
         own = ["--prompts", str(path), "--temperature", "0.7", "--batch-size", "64"]
@@ -73,7 +73,8 @@ class Recipe:
     def card(self) -> None:
         """Measure everything the model card says."""
         dense = self._fresh(target.dense_config())
-        pretrain.restore_state(dense, self.work / "dense")
+        if pretrain.restore_state(dense, self.work / "dense") < self.schedule.steps:
+            sys.exit("the dense model is not trained to its end: run --stage target first")
         numbers = card.measure_lab(self.documents, dense.float().eval(), self.work / "traces")
         write_json(LAB / "card.json", numbers)
         write_text(LAB / "MODEL_CARD.md", card.render(numbers))
@@ -102,8 +103,8 @@ class Recipe:
         torch.manual_seed(self.schedule.seed)
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
 
-    def _prompts(self) -> list[str]:
-        """Prompts of training documents, `TRACED_PROMPTS` of each domain; prose is cut inside its first sentence."""
+    def _prompts(self) -> list[tuple[str, str]]:
+        """Prompts and answers of training documents, `TRACED_PROMPTS` of each domain; prose is cut early."""
         generator = np.random.default_rng(0)
         chosen = []
         for domain in corpus.DOMAINS:
@@ -113,11 +114,12 @@ class Recipe:
         return chosen
 
 
-def _prompt_of(document: corpus.Document, generator: np.random.Generator) -> str:
+def _prompt_of(document: corpus.Document, generator: np.random.Generator) -> tuple[str, str]:
     if document.domain != "prose":
-        return document.prompt
+        return document.prompt, document.answer
     words = document.answer.lstrip("\n").split(" ")
-    return document.prompt + "\n\n" + " ".join(words[: generator.integers(6, 20)])
+    cut = generator.integers(6, 20)
+    return document.prompt + "\n\n" + " ".join(words[:cut]), " " + " ".join(words[cut:])
 
 
 def _ship(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ecospec.configs.files import sha256_file
 from ecospec.configs.schema import PromptConfig, TargetConfig
 from ecospec.data.lab import measure
 from ecospec.data.lab.corpus import DOMAINS, Document
@@ -33,6 +34,7 @@ def measure_lab(documents: Sequence[Document], dense: nn.Module, traces: Path) -
     ids_T, num_bytes = measure.held_out_tokens(documents, target.tokenizer)
     bits = {name: measure.bits_per_byte(model, ids_T, num_bytes) for name, model in _models(target, dense).items()}
     return {
+        "weights": shipped_weights(),
         "bits_per_byte": bits,
         "parameters": {name: _parameters(model) for name, model in _models(target, dense).items()},
         "routing": _routing(target, ids_T),
@@ -40,6 +42,11 @@ def measure_lab(documents: Sequence[Document], dense: nn.Module, traces: Path) -
         "acceptance": acceptance(target),
         "overlap": fresh_overlap(target, traces),
     }
+
+
+def shipped_weights() -> dict[str, str]:
+    """sha256 of the weights that the numbers belong to."""
+    return {part: sha256_file(lab_folder(part) / "model.safetensors") for part in ("target", "drafter", "predictor")}
 
 
 def acceptance(target: Target, gamma: int = 4) -> dict:

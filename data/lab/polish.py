@@ -1,8 +1,9 @@
 """Teach a small language model not to loop: unlikelihood training on its own greedy text, in rounds.
 
 A tiny model decoded greedily falls into cycles. Each round decodes prompts greedily, marks every token that closes an
-n-gram seen before in the same answer, and trains for a few steps on ordinary text (likelihood) and on those answers
-(unlikelihood of the marked tokens: Welleck et al., "Neural Text Generation with Unlikelihood Training", 2020).
+n-gram seen before in the same answer, and trains on ordinary text (likelihood) and on those answers (unlikelihood of
+the marked tokens: Welleck et al., "Neural Text Generation with Unlikelihood Training", 2020). The cheapest way not to
+loop is to stop, so an end well before the length of the document's own answer is marked too.
 
 Letters: B batch, T tokens, V vocabulary.
 """
@@ -10,7 +11,6 @@ Letters: B batch, T tokens, V vocabulary.
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -38,16 +38,17 @@ ALL_EXPERTS_FUNCTIONS.register("lab_batched", dispatch_experts)
 class Polish:
     """How many rounds of decoding and training, and how strong."""
 
-    rounds: int = 16  # at most
+    rounds: int = 12  # at most
     enough: float = 0.10  # looping at which no further round is needed
-    prompts: int = 256  # decoded per round
+    prompts: int = 384  # decoded per round, each trained on once
     prompt_tokens: int = 96  # of a longer prompt, its end
     answer_tokens: int = 224
-    steps: int = 40  # optimizer steps per round
-    rows: int = 16  # answers, and rows of ordinary text, per step
+    shortest: float = 0.8  # of the document's own answer; an earlier end is marked
+    rows: int = 16  # answers per step
+    text_rows: int = 8  # rows of ordinary text per step
     gram: int = 6
     weight: float = 1.0  # of the unlikelihood loss
-    learning_rate: float = 4e-4
+    learning_rate: float = 6e-4
     seed: int = 1
 
 
@@ -71,31 +72,32 @@ def unlikelihood(logits_BTV: Tensor, targets_BT: Tensor, marked_BT: Tensor) -> T
 def polish(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
+    prompts: Sequence[tuple[str, str]],
     stream: np.ndarray,
     settings: Polish,
     folder: Path,
     compiled: bool = True,
 ) -> None:
-    """Run rounds on `model` in place, saving weights into `folder` after each; goes on from what is saved there."""
+    """Run rounds on `model` in place, saving weights into `folder` after each; goes on from what is saved there.
+
+    `prompts` are training prompts with the documents' own answers; `stream` is ordinary text in tokens.
+    """
+    plain = Schedule(tokens=len(stream) - 1, batch_tokens=settings.text_rows * 256, seed=settings.seed)
+    start, steps = restore_state(model, folder), settings.prompts // settings.rows
     losses, optimizer = Losses(model, compiled), MasterAdamW(model, weight_decay=0.0)
-    plain = Schedule(tokens=len(stream) - 1, batch_tokens=settings.rows * 256, seed=settings.seed)
-    text = batches(stream, plain, 0)
-    generator = np.random.default_rng(settings.seed)
-    start = restore_state(model, folder)
+    text = batches(stream, plain, start * steps)
     for number in range(start, settings.rounds):
-        chosen = [prompts[i] for i in generator.choice(len(prompts), settings.prompts, replace=False)]
-        rows, marks, looped = _answers(model.eval(), tokenizer, chosen, settings)
+        chosen = np.random.default_rng([settings.seed, number]).choice(len(prompts), settings.prompts, replace=False)
+        rows, marks, looped = _answers(model.eval(), tokenizer, [prompts[i] for i in chosen], settings)
         log.info("polish %d/%d: looping %.3f on training prompts", number, settings.rounds, looped)
         if looped <= settings.enough:
             break
-        order = cycle(range(0, len(rows) - settings.rows + 1, settings.rows))
         model.train()
-        for step in range(settings.steps):
-            first = next(order)
-            tokens, marked = rows[first : first + settings.rows], marks[first : first + settings.rows]
+        for step, (row_BT, mark_BT) in enumerate(
+            zip(rows.split(settings.rows), marks.split(settings.rows), strict=True)
+        ):
             loss, balance = losses(next(text))
-            penalty = unlikelihood(losses.logits(tokens[:, :-1]), tokens[:, 1:], marked[:, 1:])
+            penalty = unlikelihood(losses.logits(row_BT[:, :-1]), row_BT[:, 1:], mark_BT[:, 1:])
             (loss + plain.balance * balance + settings.weight * penalty).backward()
             optimizer.step(settings.learning_rate * min(1.0, (step + 1) / 5))
         log.info("loss %.3f penalty %.3f", loss.item(), penalty.item())
@@ -123,14 +125,19 @@ def decode_greedily(
 
 
 def _answers(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], settings: Polish
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[tuple[str, str]], settings: Polish
 ) -> tuple[Tensor, Tensor, float]:
     """Prompts and greedy answers in rows [prompts, T], the tokens to make unlikely, and how much the answers loop."""
-    pairs = decode_greedily(model, tokenizer, prompts, settings.answer_tokens)
+    pairs = decode_greedily(model, tokenizer, [prompt for prompt, _ in prompts], settings.answer_tokens)
     shape = (len(pairs), settings.prompt_tokens + settings.answer_tokens)
     rows, marks = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.bool)
-    for row, mark, (prompt, answer) in zip(rows, marks, pairs, strict=True):
+    for index, (prompt, answer) in enumerate(pairs):
         start = min(len(prompt), settings.prompt_tokens)
-        row[: start + len(answer)] = torch.tensor(prompt[-start:] + answer)
-        mark[start : start + len(answer)] = torch.tensor(repeated(answer, settings.gram))
-    return rows, marks, looping([answer for _, answer in pairs])
+        end = start + len(answer)
+        rows[index, :end] = torch.tensor(prompt[-start:] + answer)
+        marks[index, start:end] = torch.tensor(repeated(answer, settings.gram))
+        own = len(tokenizer(prompts[index][1], add_special_tokens=False).input_ids)
+        marks[index, end - 1] |= len(answer) < settings.shortest * min(own, settings.answer_tokens)
+    answers = [answer for _, answer in pairs]
+    log.info("%.0f tokens per answer", sum(map(len, answers)) / len(answers))
+    return rows, marks, looping(answers)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig
@@ -140,7 +141,10 @@ class Eagle3Head(nn.Module):
         if not path.is_file():
             raise InputError(f"{path}: no such file; the drafter folder holds no weights")
         head = cls(LlamaConfig(**values))
-        missing, unused = head.load_state_dict(load_file(path), strict=False)
+        try:
+            missing, unused = head.load_state_dict(load_file(path), strict=False)
+        except (RuntimeError, SafetensorError, OSError) as error:
+            raise InputError(f"{path}: its weights are unreadable or not its config's ({error})") from None
         if missing or unused:
             raise InputError(f"{path}: missing keys {missing}, unused keys {unused}")
         head.check_maps(path)
