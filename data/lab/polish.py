@@ -48,7 +48,7 @@ class Polish:
     text_rows: int = 8  # rows of ordinary text per step
     gram: int = 6
     weight: float = 1.0  # of the unlikelihood loss
-    learning_rate: float = 6e-4
+    learning_rate: float = 6e-4  # in the first round, falling to nothing after the last
     seed: int = 1
 
 
@@ -99,7 +99,7 @@ def polish(
             loss, balance = losses(next(text))
             penalty = unlikelihood(losses.logits(row_BT[:, :-1]), row_BT[:, 1:], mark_BT[:, 1:])
             (loss + plain.balance * balance + settings.weight * penalty).backward()
-            optimizer.step(settings.learning_rate * min(1.0, (step + 1) / 5))
+            optimizer.step(settings.learning_rate * (1 - number / settings.rounds) * min(1.0, (step + 1) / 5))
         log.info("loss %.3f penalty %.3f", loss.item(), penalty.item())
         save_state(model, number + 1, folder)
     model.eval()
