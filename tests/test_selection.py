@@ -56,13 +56,27 @@ def as_tree(parents, prob):
     return SimpleNamespace(parents=torch.tensor(parents), prob=torch.tensor(prob))
 
 
-@settings(max_examples=150, deadline=None)
-@given(trees(), st.integers(1, 12), st.sampled_from([1e-6, 1.0, 1e6]))
-def test_marginal_and_global_choose_what_algorithm_1_chooses(tree, gamma, epsilon):
+def check_against_algorithm_1(tree, gamma, epsilon):
     parents, prob, footprints = tree
     for policy, static in (("marginal", False), ("global", True)):
         chosen = select(as_tree(parents, prob), footprints, policy, gamma, epsilon).tolist()
         assert chosen == algorithm_1(parents, prob, footprints, gamma, epsilon, static)
+
+
+ANY_CASE = given(trees(), st.integers(1, 12), st.sampled_from([1e-6, 1.0, 1e6]))
+
+
+@settings(max_examples=150, deadline=None)
+@ANY_CASE
+def test_marginal_and_global_choose_what_algorithm_1_chooses(tree, gamma, epsilon):
+    check_against_algorithm_1(tree, gamma, epsilon)
+
+
+@pytest.mark.slow
+@settings(max_examples=3000, deadline=None)
+@ANY_CASE
+def test_marginal_and_global_choose_what_algorithm_1_chooses_at_full_size(tree, gamma, epsilon):
+    check_against_algorithm_1(tree, gamma, epsilon)
 
 
 @settings(max_examples=150, deadline=None)
