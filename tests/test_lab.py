@@ -80,15 +80,22 @@ def test_marked_tokens_close_an_n_gram_seen_before():
     assert polish.repeated([1, 2], 3) == [False, False]
 
 
-def test_unlikelihood_is_least_when_marked_tokens_are_impossible():
-    logits = torch.tensor([[[4.0, 0.0], [0.0, 4.0]]])
-    marked = torch.tensor([[True, False]])
-    wanted = polish.unlikelihood(logits, torch.tensor([[1, 0]]), marked)
-    unwanted = polish.unlikelihood(logits, torch.tensor([[0, 1]]), marked)
-    p = float(logits[0, 0].softmax(-1)[1])
-    assert float(wanted) == pytest.approx(-np.log(1 - p), rel=1e-5)
-    assert wanted < 0.05 < unwanted
-    assert float(polish.unlikelihood(logits, torch.tensor([[0, 1]]), torch.zeros(1, 2).bool())) == 0.0
+def test_the_distilled_model_is_the_teacher_without_the_marked_tokens():
+    """The loss is least, with zero gradient, at the teacher's distribution, renormalised where a token is forbidden."""
+    generator = torch.Generator().manual_seed(0)
+    teacher = torch.randn(1, 3, 5, generator=generator)
+    targets, marked = torch.tensor([[1, 2, 3]]), torch.tensor([[True, False, False]])
+    real = torch.tensor([[True, True, False]])
+    best = teacher.clone()
+    best[0, 0, 1] = -30.0
+    best[0, 2] = 0.0  # not a real position: it must not matter
+    best.requires_grad_(True)
+    loss = polish.distillation(teacher, best, targets, marked, real)
+    loss.backward()
+    assert best.grad.abs().max() < 1e-6
+    by_hand = teacher[0, 0, [0, 2, 3, 4]].softmax(-1), teacher[0, 1].softmax(-1)
+    entropy = sum(-(p * p.log()).sum() for p in by_hand) / 2
+    torch.testing.assert_close(loss.detach(), entropy)
 
 
 def test_greedy_batches_decode_as_each_prompt_alone():

@@ -54,11 +54,11 @@ class Recipe:
         path = self.work / "lab-recipe.jsonl"
         rows = [json.dumps({"prompt": prompt}) for prompt, _ in self._prompts()]
         write_text(path, "\n".join(rows) + "\n")
-        options = ["--config", "lab/trace", "--target", "lab"]
-        own = ["--prompts", str(path), "--temperature", "0.7", "--batch-size", "64"]
-        _command(trace_cli.main, "run", *options, *own, "--output", self.work / "traces")
-        small = ["--samples", str(SHIPPED_TRACES)]
-        _command(trace_cli.main, "run", *options, *small, "--output", LAB / "traces")
+        own = ["--prompts", path, "--temperature", "0.6", "--max-new-tokens", "96", "--batch-size", "128"]
+        own += ["--target.experts_implementation", "grouped_mm"]
+        _command(trace_cli.main, "run", "--config", "lab/trace", *own, "--output", self.work / "traces")
+        small = ["--samples", SHIPPED_TRACES, "--output", LAB / "traces"]
+        _command(trace_cli.main, "run", "--config", "lab/trace", *small)
 
     def drafter(self) -> None:
         """Fit the EAGLE-3 head with the product's own command."""

@@ -1,13 +1,15 @@
-"""Teach a small language model not to loop: unlikelihood training on its own greedy text, in rounds.
+"""Teach a small language model not to loop, by rounds of self-distillation with the loops cut out.
 
-A tiny model decoded greedily falls into cycles. Each round decodes prompts greedily, marks every token that closes an
-n-gram seen before in the same answer, and trains on ordinary text (likelihood) and on those answers (unlikelihood of
-the marked tokens: Welleck et al., "Neural Text Generation with Unlikelihood Training", 2020). The cheapest way not to
-loop is to stop, so an end well before the length of the document's own answer is marked too.
+A tiny model decoded greedily falls into cycles. Each round decodes prompts greedily and marks every token that closes
+an n-gram seen before in the same answer, and an end well before the length of the document's own answer. The model then
+learns, on those very answers, the distribution of the model as it was before the first round, in which the marked
+tokens are made impossible; ordinary text goes along. So it learns what it would have said instead, and nothing else.
+(Plain unlikelihood of the marked tokens broke the loops too, but put gibberish in their place.)
 
 Letters: B batch, T tokens, V vocabulary.
 """
 
+import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,7 +40,7 @@ ALL_EXPERTS_FUNCTIONS.register("lab_batched", dispatch_experts)
 class Polish:
     """How many rounds of decoding and training, and how strong."""
 
-    rounds: int = 12  # at most
+    rounds: int = 8  # at most
     enough: float = 0.10  # looping at which no further round is needed
     prompts: int = 384  # decoded per round, each trained on once
     prompt_tokens: int = 96  # of a longer prompt, its end
@@ -47,7 +49,6 @@ class Polish:
     rows: int = 16  # answers per step
     text_rows: int = 8  # rows of ordinary text per step
     gram: int = 6
-    weight: float = 1.0  # of the unlikelihood loss
     learning_rate: float = 6e-4  # in the first round, falling to nothing after the last
     seed: int = 1
 
@@ -62,11 +63,16 @@ def repeated(ids: Sequence[int], gram: int) -> list[bool]:
     return marks
 
 
-def unlikelihood(logits_BTV: Tensor, targets_BT: Tensor, marked_BT: Tensor) -> Tensor:
-    """Mean over marked tokens of -log(1 - p(token)), in nats; 0 when none is marked."""
-    log_p_BT = logits_BTV.float().log_softmax(-1).gather(-1, targets_BT[..., None])[..., 0]
-    log_not_p_BT = torch.log1p(-log_p_BT.exp().clamp(max=1 - 1e-4))
-    return -(log_not_p_BT * marked_BT).sum() / marked_BT.sum().clamp(min=1)
+def distillation(
+    teacher_BTV: Tensor, logits_BTV: Tensor, targets_BT: Tensor, marked_BT: Tensor, real_BT: Tensor
+) -> Tensor:
+    """Mean cross-entropy, in nats, over the `real` positions to the teacher without the `marked` targets."""
+    impossible_BTV = torch.zeros_like(teacher_BTV, dtype=torch.bool).scatter_(
+        -1, targets_BT[..., None], marked_BT[..., None]
+    )
+    wanted_BTV = teacher_BTV.float().masked_fill(impossible_BTV, -torch.inf).softmax(-1)
+    losses_BT = -(wanted_BTV * logits_BTV.float().log_softmax(-1)).sum(-1)
+    return (losses_BT * real_BT).sum() / real_BT.sum()
 
 
 def polish(
@@ -83,24 +89,27 @@ def polish(
     `prompts` are training prompts with the documents' own answers; `stream` is ordinary text in tokens.
     """
     plain = Schedule(tokens=len(stream) - 1, batch_tokens=settings.text_rows * 256, seed=settings.seed)
+    teacher = Losses(copy.deepcopy(model).eval().requires_grad_(False), compiled)
     start, steps = restore_state(model, folder), settings.prompts // settings.rows
     losses, optimizer = Losses(model, compiled), MasterAdamW(model, weight_decay=0.0)
     text = batches(stream, plain, start * steps)
     for number in range(start, settings.rounds):
         chosen = np.random.default_rng([settings.seed, number]).choice(len(prompts), settings.prompts, replace=False)
-        rows, marks, looped = _answers(model.eval(), tokenizer, [prompts[i] for i in chosen], settings)
+        rows, marks, real, looped = _answers(model.eval(), tokenizer, [prompts[i] for i in chosen], settings)
         log.info("polish %d/%d: looping %.3f on training prompts", number, settings.rounds, looped)
         if looped <= settings.enough:
             break
         model.train()
-        for step, (row_BT, mark_BT) in enumerate(
-            zip(rows.split(settings.rows), marks.split(settings.rows), strict=True)
-        ):
+        parts = zip(*(tensor.split(settings.rows) for tensor in (rows, marks, real)), strict=True)
+        for step, (row_BT, mark_BT, real_BT) in enumerate(parts):
             loss, balance = losses(next(text))
-            penalty = unlikelihood(losses.logits(row_BT[:, :-1]), row_BT[:, 1:], mark_BT[:, 1:])
-            (loss + plain.balance * balance + settings.weight * penalty).backward()
+            with torch.no_grad():
+                teacher_BTV = teacher.logits(row_BT[:, :-1])
+            logits_BTV = losses.logits(row_BT[:, :-1])
+            own = distillation(teacher_BTV, logits_BTV, row_BT[:, 1:], mark_BT[:, 1:], real_BT[:, 1:])
+            (loss + plain.balance * balance + own).backward()
             optimizer.step(settings.learning_rate * (1 - number / settings.rounds) * min(1.0, (step + 1) / 5))
-        log.info("loss %.3f penalty %.3f", loss.item(), penalty.item())
+        log.info("loss %.3f on text, %.3f on answers", loss.item(), own.item())
         save_state(model, number + 1, folder)
     model.eval()
 
@@ -126,18 +135,20 @@ def decode_greedily(
 
 def _answers(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[tuple[str, str]], settings: Polish
-) -> tuple[Tensor, Tensor, float]:
-    """Prompts and greedy answers in rows [prompts, T], the tokens to make unlikely, and how much the answers loop."""
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Prompts and greedy answers in rows [prompts, T], which tokens to forbid, which are answers, and their looping."""
     pairs = decode_greedily(model, tokenizer, [prompt for prompt, _ in prompts], settings.answer_tokens)
     shape = (len(pairs), settings.prompt_tokens + settings.answer_tokens)
     rows, marks = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.bool)
+    real = torch.zeros(shape, dtype=torch.bool)
     for index, (prompt, answer) in enumerate(pairs):
         start = min(len(prompt), settings.prompt_tokens)
         end = start + len(answer)
         rows[index, :end] = torch.tensor(prompt[-start:] + answer)
+        real[index, start:end] = True
         marks[index, start:end] = torch.tensor(repeated(answer, settings.gram))
         own = len(tokenizer(prompts[index][1], add_special_tokens=False).input_ids)
         marks[index, end - 1] |= len(answer) < settings.shortest * min(own, settings.answer_tokens)
     answers = [answer for _, answer in pairs]
     log.info("%.0f tokens per answer", sum(map(len, answers)) / len(answers))
-    return rows, marks, looping(answers)
+    return rows, marks, real, looping(answers)
