@@ -1,6 +1,7 @@
 """`ecospec-decode` from end to end on a tiny target: every method decodes the same text, and bad input is one line."""
 
 import json
+import resource
 import shutil
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import torch
 from transformers import LlamaConfig
 
 from ecospec.configs.schema import TargetConfig
-from ecospec.inference import EcoSpecDecoder
+from ecospec.inference import EcoSpecDecoder, runfolder
 from ecospec.inference.cli import main
 from ecospec.inference.drafters.eagle3 import Eagle3Head
 from ecospec.inference.evaluate import sample_seed
@@ -263,6 +264,25 @@ def test_bad_input_is_one_line_that_names_it(lab, tmp_path, capsys, case):
     changes, words = broken(lab, tmp_path, case)
     values = {"output": tmp_path / "run", "methods": methods("marginal")} | changes
     one_line(capsys, main(["eval", *options(lab, **values)]), *words)
+
+
+def test_a_failed_write_is_one_line_and_leaves_nothing(lab, tmp_path, monkeypatch, capsys):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    write = runfolder.write_steps
+
+    def too_large(path, outcomes):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        try:
+            write(path, outcomes)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    monkeypatch.setattr(runfolder, "write_steps", too_large)
+    code = main(["eval", *options(lab, methods=methods("confidence"), output=tmp_path / "run")])
+    error = capsys.readouterr().err.strip().split("\n")[-1]
+    assert code == 1
+    assert "large" in error
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_comparison_needs_plain_decoding(lab, tmp_path, capsys):

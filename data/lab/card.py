@@ -25,7 +25,7 @@ from ecospec.tracing.recorder import RoutingRecorder
 from ecospec.tracing.target import Target, lab_folder, load_target
 
 ANSWER_TOKENS = 256
-DRAFTED_TOKENS = 96  # of each answer whose steps are counted for α
+DRAFTED_TOKENS = 144  # of each answer whose steps are counted for α
 UNIONS = (1, 2, 3, 4, 6, 8)
 
 

@@ -40,7 +40,7 @@ ALL_EXPERTS_FUNCTIONS.register("lab_batched", dispatch_experts)
 class Polish:
     """How many rounds of decoding and training, and how strong."""
 
-    rounds: int = 8  # at most
+    rounds: int = 5  # at most
     enough: float = 0.10  # looping at which no further round is needed
     prompts: int = 384  # decoded per round, each trained on once
     prompt_tokens: int = 96  # of a longer prompt, its end
@@ -49,7 +49,8 @@ class Polish:
     rows: int = 16  # answers per step
     text_rows: int = 8  # rows of ordinary text per step
     gram: int = 6
-    learning_rate: float = 6e-4  # in the first round, falling to nothing after the last
+    learning_rate: float = 6e-4  # in the first round
+    decay: float = 1 / 8  # of the first learning rate that each round takes away
     seed: int = 1
 
 
@@ -108,7 +109,7 @@ def polish(
             logits_BTV = losses.logits(row_BT[:, :-1])
             own = distillation(teacher_BTV, logits_BTV, row_BT[:, 1:], mark_BT[:, 1:], real_BT[:, 1:])
             (loss + plain.balance * balance + own).backward()
-            optimizer.step(settings.learning_rate * (1 - number / settings.rounds) * min(1.0, (step + 1) / 5))
+            optimizer.step(settings.learning_rate * (1 - number * settings.decay) * min(1.0, (step + 1) / 5))
         log.info("loss %.3f on text, %.3f on answers", loss.item(), own.item())
         save_state(model, number + 1, folder)
     model.eval()
