@@ -25,7 +25,6 @@ from ecospec.tracing.recorder import RoutingRecorder
 from ecospec.tracing.target import Target, lab_folder, load_target
 
 ANSWER_TOKENS = 256
-DRAFTED_TOKENS = 144  # of each answer whose steps are counted for α
 UNIONS = (1, 2, 3, 4, 6, 8)
 
 
@@ -59,7 +58,7 @@ def acceptance(target: Target, gamma: int = 4) -> dict:
         for prompt in test_prompts():
             ids = target.tokenizer(prompt.text, return_tensors="pt").input_ids
             out, run = generate_with(
-                target.model, method, ids, recorder=recorder, max_new_tokens=DRAFTED_TOKENS, do_sample=False
+                target.model, method, ids, recorder=recorder, max_new_tokens=ANSWER_TOKENS, do_sample=False
             )
             answer = out[0, ids.shape[1] :].tolist()
             steps.setdefault(prompt.dataset, []).extend(steps_before(run.steps, measure.first_repeat(answer)))
