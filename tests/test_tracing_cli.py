@@ -348,15 +348,6 @@ def test_check_and_export_answer_with_their_exit_codes(
     assert "missing" in one_line(capsys)
 
 
-def test_the_shipped_configuration_is_one_of_this_command() -> None:
-    from ecospec.configs.cli import parse
-    from ecospec.tracing.config import TraceConfig
-
-    config, _ = parse("ecospec-trace run", TraceConfig, ["--config", "lab/trace"])
-    assert (config.target.name, config.target.dtype, config.max_new_tokens) == ("lab", "float32", 128)
-    assert config.datasets == [f"lab/train/{domain}" for domain in ("maths", "code", "terms", "prose")]
-
-
 def test_help_answers_without_loading_torch() -> None:
     code = "import sys\nfrom ecospec.tracing.cli import main\ntry: main(['run', '--help'])\n"
     code += "finally: print('torch' in sys.modules)"
