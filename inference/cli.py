@@ -34,7 +34,7 @@ def generate(config: DecodeConfig) -> None:
     config = replace(config, methods=[])
     prompts = prompts_in_context(config)
     preflight(config)
-    _set_threads(config)
+    _prepare_process(config)
     target = load_target(config.target)
     (plan,) = plan_methods(config)
     decoder = EcoSpecDecoder(target, Workshop(target, config.traces).method(plan))
@@ -52,7 +52,7 @@ def generate(config: DecodeConfig) -> None:
 def evaluate(config: DecodeConfig) -> None:
     from ecospec.inference.runfolder import run_eval
 
-    _set_threads(config)
+    _prepare_process(config)
     print(run_eval(config, _output(config)))
 
 
@@ -86,8 +86,12 @@ def _output(config: DecodeConfig) -> Path:
     return Path(config.output)
 
 
-def _set_threads(config: DecodeConfig) -> None:
+def _prepare_process(config: DecodeConfig) -> None:
+    """CPU threads, and bars on a terminal only."""
     import torch
+    from transformers.utils import logging as transformers_logging
 
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
