@@ -6,6 +6,7 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from ecospec.configs.errors import InputError
 from ecospec.configs.schema import TargetConfig
 from ecospec.inference.assemble import MethodPlan, Workshop
 from ecospec.inference.config import DrafterConfig, PredictorConfig, SelectionConfig
@@ -68,7 +69,14 @@ class EcoSpecDecoder:
         streamer: BaseStreamer | None = None,
         **generation_kwargs,
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        """`input_ids` int64 [1, T] → ids [1, T + new], prompt included. Raises InputError for a batch or padding."""
+        """`input_ids` int64 [1, T] → ids [1, T + new], prompt included.
+
+        Raises InputError for another shape, a batch or padding.
+        """
+        if input_ids.dim() != 2 or input_ids.shape[1] == 0:
+            raise InputError(
+                f"input_ids of shape {list(input_ids.shape)}: give token ids as [1, T], at least one token"
+            )
         input_ids = input_ids.to(self.target.model.device)
         with RoutingRecorder(self.target.model) as recorder:
             out, self.last_run = generate_with(

@@ -118,7 +118,7 @@ def _speed(group: list[Outcome], reference: list[Outcome]) -> dict:
         "tokens": sum(outcome.run.new_tokens for outcome in group),
         "tokens_per_second": float(rate),
         "speedup_vs_ar": float(rate / plain_rate),
-        "interval": [float(edge) for edge in np.percentile(ratios, [2.5, 97.5])],
+        "interval": [float(edge) for edge in np.percentile(ratios, [2.5, 97.5])] if len(group) > 1 else None,
         "decode_seconds": float(seconds.sum()),
         "prefill_seconds": float(np.mean([outcome.run.prefill_seconds for outcome in group])),
     }

@@ -73,7 +73,8 @@ class _Shown:
         return {name: {"overlap": numbers["overlap"]} for name, numbers in (simple | named).items()}
 
     def with_overlap(self, run: dict) -> dict:
-        return run | {"overlap": self.metrics[run["predictor"]]["overlap"]} if run["predictor"] else run
+        """`run` with its predictor's held-out overlap; null for tables, which were counted from other traces."""
+        return run | {"overlap": self.metrics[run["predictor"]]["overlap"] if run["predictor"] else None}
 
 
 def _write(folder: Path, name: str, config: DecodeConfig, results: dict, outcomes: list[Outcome]) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from ecospec.configs.errors import InputError
 from ecospec.configs.schema import TargetConfig
 from ecospec.inference import EcoSpecDecoder, runfolder
 from ecospec.inference.cli import main
@@ -127,6 +128,7 @@ def test_tables_from_traces_serve_as_footprints(lab, tmp_path):
     runs = json.loads((tmp_path / "run" / "results.json").read_text())["runs"]
     assert [run["footprints"] for run in runs] == [None, None, "token", "frequency"]
     assert all(run["lossless"] in ("exact", "reference") for run in runs)
+    assert all(run["overlap"] is None for run in runs)  # the predictor's metrics say nothing of these tables
 
 
 def test_report_gathers_run_folders(lab, tmp_path):
@@ -170,6 +172,9 @@ def test_the_python_decoder_returns_what_generate_returns(lab):
         torch.manual_seed(4)
         assert torch.equal(decoder.generate(ids, max_new_tokens=30, **sampling), expected)
     assert decoder.last_run.new_tokens == expected.shape[1] - ids.shape[1]
+    for wrong in (ids[0], ids[:, :0]):
+        with pytest.raises(InputError, match="input_ids of shape"):
+            decoder.generate(wrong, max_new_tokens=2)
 
 
 def test_seeds_differ_by_prompt_and_repeat():

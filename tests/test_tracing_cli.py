@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import CLIPConfig, PreTrainedConfig, Qwen3Config, T5Config
@@ -212,6 +213,25 @@ def test_ctrl_c_leaves_a_state_from_which_the_same_command_goes_on(
     assert main(["check", str(folder)]) == 1
     assert main(command(folder, *SAMPLED)) == 0
     assert rows_of(folder) == uninterrupted
+
+
+def test_ctrl_c_keeps_the_batches_that_were_traced_but_not_yet_committed(
+    command: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, add = tmp_path / "t", store.TraceFolder.add
+    traced = []
+
+    def interrupted(self: store.TraceFolder, rows: list) -> None:
+        add(self, rows)
+        traced.extend(row["key"] for row in rows)
+        if len(traced) > len(rows):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.TraceFolder, "add", interrupted)  # well before COMMIT_SECONDS
+        assert main(command(folder, *SAMPLED)) == 130
+    (part,) = folder.glob("part-*")
+    assert pq.read_table(part)["key"].to_pylist() == traced
 
 
 SLOW = pytest.mark.slow

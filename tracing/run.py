@@ -121,9 +121,13 @@ def _trace_batches(
     target = load_target(config.target)
     sampling = Sampling(config.max_new_tokens, config.temperature, config.top_p, config.seed)
     engine = TransformersEngine(target.model, sampling)
-    for batch in progress(batches, "batches traced"):
-        routed = engine.trace(list(batch.values()))
-        folder.add([_row(*each, shape) for each in zip(batch, batch.values(), routed, strict=True)])
+    try:
+        for batch in progress(batches, "batches traced"):
+            routed = engine.trace(list(batch.values()))
+            folder.add([_row(*each, shape) for each in zip(batch, batch.values(), routed, strict=True)])
+    except KeyboardInterrupt:
+        folder.commit()  # whole batches only: what was being traced is lost, what was traced is kept
+        raise
 
 
 def _row(key: str, request: Request, routed: Routed, shape: MoeShape) -> dict:
