@@ -67,7 +67,7 @@ class Recipe:
 
     def predictor(self) -> None:
         """Fit the shipped predictor with the product's own command, longer than the demo does."""
-        options = ["--config", "lab/predictor", "--traces", self.work / "traces", "--overwrite", "--max-minutes", "12"]
+        options = ["--config", "lab/predictor", "--traces", self.work / "traces", "--overwrite", "--max-minutes", "10"]
         _command(train_cli.main, "predictor", *options, "--output", LAB / "predictor")
 
     def card(self) -> None:
