@@ -8,7 +8,7 @@ import html
 import json
 import shlex
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -53,7 +53,7 @@ GLOSSARY = {
 
 
 def read_runs(folders: Sequence[Path]) -> list[dict]:
-    """The runs of all folders in order; each also has `run_folder`, its folder's `notice` and, where known, `overlap`.
+    """The runs of all folders in order; each also has `run_folder` and its folder's `notice`.
 
     Raises InputError naming the folder or file when one is no run folder or lacks a key that every table needs.
     """
@@ -139,19 +139,7 @@ def _runs_of(folder: Path, name: str) -> list[dict]:
         missing = [key for key in REQUIRED if run.get(key) is None]
         if missing:
             raise InputError(f"{folder / 'results.json'}: run {index} lacks {', '.join(missing)}")
-    overlaps = _overlaps(results)
-    return [{"run_folder": name, "notice": results.get("notice"), **overlaps(run), **run} for run in results["runs"]]
-
-
-def _overlaps(results: dict) -> Callable[[dict], dict]:
-    """A function from a run to `{"overlap": ...}`, taken from the ladder's entry for the run's footprints.
-
-    The ladder has one entry for the learned predictor, which says nothing where the runs use several.
-    """
-    ladder = results.get("ladder") or {}
-    several = len(distinct(results["runs"], "predictor")) > 1
-    known = {name: metrics["overlap"] for name, metrics in ladder.items() if not (several and name == "predictor")}
-    return lambda run: {"overlap": known[run["footprints"]]} if run.get("footprints") in known else {}
+    return [{"run_folder": name, "notice": results.get("notice"), **run} for run in results["runs"]]
 
 
 def _merge_ladders(ladders: Mapping[str, dict]) -> dict:

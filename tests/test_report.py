@@ -330,14 +330,6 @@ def test_command_machine_and_ladder_are_in_page_and_markdown(folder: Path, tmp_p
     assert "torch 2.13.0" in (tmp_path / "report.html").read_text()
 
 
-def test_overlap_comes_from_the_ladder_unless_it_is_ambiguous(tmp_path: Path) -> None:
-    one = write_run_folder(tmp_path / "one", make_runs(), ladder=LADDER)
-    assert {run.get("overlap") for run in read_runs([one]) if run["label"] in ("EcoSpec", "global")} == {0.82}
-    assert {run.get("overlap") for run in read_runs([one]) if run["label"] == "EAGLE-3"} == {None}
-    two = [run | {"predictor": name} for run in make_runs() for name in ("lab", "demo")]
-    assert all("overlap" not in run for run in read_runs([write_run_folder(tmp_path / "two", two, ladder=LADDER)]))
-
-
 def test_differences_are_counted_in_the_table_and_listed_below() -> None:
     differences = [{"sample_id": "lab/maths/3/0", "position": 17, "gap": 0.001}]
     runs = [make_run(METHODS[1], dataset, 0.0) | {"lossless": differences} for dataset in WEIGHTS]

@@ -57,8 +57,8 @@ class Recipe:
         own = ["--prompts", path, "--temperature", "0.6", "--max-new-tokens", "96", "--batch-size", "128"]
         own += ["--target.experts_implementation", "grouped_mm"]
         _command(trace_cli.main, "run", "--config", "lab/trace", *own, "--output", self.work / "traces")
-        small = ["--samples", SHIPPED_TRACES, "--output", LAB / "traces"]
-        _command(trace_cli.main, "run", "--config", "lab/trace", *small)
+        small = ["run", "--config", "lab/trace", "--samples", SHIPPED_TRACES, "--output"]
+        replace_folder(LAB / "traces", lambda folder: _command(trace_cli.main, *small, folder))
 
     def drafter(self) -> None:
         """Fit the EAGLE-3 head with the product's own command."""

@@ -12,7 +12,7 @@ from ecospec.configs.files import sha256_file
 from ecospec.configs.schema import PromptConfig, TargetConfig
 from ecospec.data.lab import measure
 from ecospec.data.lab.corpus import DOMAINS, Document
-from ecospec.data.lab.polish import decode_greedily
+from ecospec.data.lab.polish import Polish, decode_greedily
 from ecospec.data.prompts import Prompt, read_prompts
 from ecospec.data.traces import read_traces
 from ecospec.inference.assemble import Workshop
@@ -118,6 +118,7 @@ def render(numbers: dict) -> str:
     loops = "\n".join(f"| {d} | {n['share']:.3f} | {n['tokens']:.0f} |" for d, n in looping.items())
     alphas = "\n".join(f"| {d} | {n['alpha']:.2f} | {n['steps']} |" for d, n in numbers["acceptance"].items())
     return template.substitute(
+        polish_tokens=f"{Polish().tokens / 1e6:.1f}",
         moe_bits=f"{numbers['bits_per_byte']['lab']:.3f}",
         dense_bits=f"{numbers['bits_per_byte']['dense']:.3f}",
         moe_parameters=f"{numbers['parameters']['lab'] / 1e6:.2f}",

@@ -112,15 +112,11 @@ class Losses(nn.Module):
 
     def forward(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
         """`tokens_BT` [B, T+1] → (cross-entropy in nats per token, summed balancing loss)."""
-        hidden, balance = self._hidden(tokens_BT[:, :-1])
+        hidden, balance = self.hidden(tokens_BT[:, :-1])
         return self.head_loss(hidden, self.model.lm_head.weight, tokens_BT[:, 1:]), balance
 
-    def logits(self, tokens_BT: Tensor) -> Tensor:
-        """Next-token logits [B, T, V]."""
-        return self.model.lm_head(self._hidden(tokens_BT)[0])
-
-    def _hidden(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Final hidden states [B, T, D] and the summed balancing loss."""
+    def hidden(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalized hidden states [B, T, D], which the head reads, and the summed balancing loss."""
         decoder = self.model.model
         hidden = decoder.embed_tokens(tokens_BT)
         T = tokens_BT.shape[1]
@@ -170,7 +166,6 @@ def train(model: nn.Module, tokens: np.ndarray, schedule: Schedule, folder: Path
 
     A run that finds a saved state there goes on from its weights.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     start = restore_state(model, folder)
     losses, optimizer = Losses(model.train(), compiled), MasterAdamW(model, schedule.weight_decay)
     began = saved = time.monotonic()
@@ -196,6 +191,7 @@ def train(model: nn.Module, tokens: np.ndarray, schedule: Schedule, folder: Path
 
 def save_state(model: nn.Module, step: int, folder: Path) -> None:
     """Write weights and step number to `folder/state.pt`."""
+    folder.mkdir(parents=True, exist_ok=True)
     state = {"step": step, "weights": model.state_dict()}
     replace_file(folder / "state.pt", lambda partial: torch.save(state, partial))
 
