@@ -127,9 +127,12 @@ def test_the_shipped_traces_are_sound_and_show_locality():
 def test_the_card_keeps_its_promises():
     numbers = json.loads(Path(CARD).read_text())
     assert numbers["weights"] == shipped_weights(), "measure again: python -m ecospec.data.lab.build --stage card"
+    looping = numbers["looping"]["pooled"]
+    assert looping["share"] <= 0.20 and looping["tokens"] >= 100
     routing = numbers["routing"]
     assert routing["union"]["4"] <= 0.92 * routing["chance"]["4"]
     assert routing["unused_experts"] == 0
     assert all(part["alpha"] >= 2.0 for part in numbers["acceptance"].values())
+    assert numbers["acceptance"]["pooled"]["steps"] >= 4000
     assert numbers["overlap"]["predictor"] >= 0.85
     assert numbers["overlap"]["predictor"] >= numbers["overlap"]["token"] + 0.08

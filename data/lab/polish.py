@@ -128,11 +128,7 @@ def polish(
             optimizer.step(settings.learning_rate_at(step, step - start * settings.steps))
         for kept in (folder, _round_folder(folder, number + 1)):
             save_state(model, number + 1, kept)
-    last = [_round_folder(folder, settings.rounds - back) / "state.pt" for back in range(settings.averaged)]
-    saved = [torch.load(path, weights_only=True)["weights"] for path in last]
-    _blend(model.eval(), saved, [1 / settings.averaged] * settings.averaged)
-    unpolished, polished = before.model.state_dict(), copy.deepcopy(model.state_dict())
-    _blend(model, [unpolished, polished], [1 - settings.share, settings.share])
+    _settle(model.eval(), before.model, folder, settings)
 
 
 def polish_loss(
@@ -215,6 +211,15 @@ def _stuttered_text(stream: np.ndarray, settings: Polish, random: np.random.Gene
 
 def _stutter(tokens: np.ndarray, first: int, settings: Polish, random: np.random.Generator) -> tuple:
     return stutter(tokens, first, settings.longest, settings.copies, settings.width, random)
+
+
+def _settle(model: nn.Module, before: nn.Module, folder: Path, settings: Polish) -> None:
+    """Give `model` the mean of the last rounds' weights, mixed with those of `before`."""
+    last = [_round_folder(folder, settings.rounds - back) / "state.pt" for back in range(settings.averaged)]
+    saved = [torch.load(path, weights_only=True)["weights"] for path in last]
+    _blend(model, saved, [1 / settings.averaged] * settings.averaged)
+    polished = copy.deepcopy(model.state_dict())
+    _blend(model, [before.state_dict(), polished], [1 - settings.share, settings.share])
 
 
 def _round_folder(folder: Path, rounds: int) -> Path:
