@@ -129,6 +129,8 @@ def test_the_card_keeps_its_promises():
     assert numbers["weights"] == shipped_weights(), "measure again: python -m ecospec.data.lab.build --stage card"
     looping = numbers["looping"]["pooled"]
     assert looping["share"] <= 0.20 and looping["tokens"] >= 100
+    bits = numbers["bits_per_byte"]  # of the shipped target they are above the dense model's: the price of not looping
+    assert bits["unpolished"] < bits["dense"]
     routing = numbers["routing"]
     assert routing["union"]["4"] <= 0.92 * routing["chance"]["4"]
     assert routing["unused_experts"] == 0

@@ -72,12 +72,18 @@ class Recipe:
 
     def card(self) -> None:
         """Measure everything the model card says."""
-        dense = self._fresh(target.dense_config())
-        if pretrain.restore_state(dense, self.work / "dense") < self.schedule.steps:
-            sys.exit("the dense model is not trained to its end: run --stage target first")
-        numbers = card.measure_lab(self.documents, dense.float().eval(), self.work / "traces")
+        yardsticks = {"unpolished": self._trained("target", target.moe_config())}
+        yardsticks["dense"] = self._trained("dense", target.dense_config())
+        numbers = card.measure_lab(self.documents, yardsticks, self.work / "traces")
         write_json(LAB / "card.json", numbers)
         write_text(LAB / "MODEL_CARD.md", card.render(numbers))
+
+    def _trained(self, name: str, config: object) -> torch.nn.Module:
+        """A model as its training on text left it, in float32. Exits when that is not finished."""
+        model = self._fresh(config)
+        if pretrain.restore_state(model, self.work / name) < self.schedule.steps:
+            sys.exit(f"{self.work / name}: not trained to its end; run --stage target first")
+        return model.float().eval()
 
     def _dense(self, stream: np.ndarray) -> None:
         """The dense model of equal active size at the best of a few learning rates, tuned on the first tokens."""

@@ -28,15 +28,16 @@ ANSWER_TOKENS = 256
 UNIONS = (1, 2, 3, 4, 6, 8)
 
 
-def measure_lab(documents: Sequence[Document], dense: nn.Module, traces: Path) -> dict:
-    """Every number of the card. `dense`: the float32 yardstick; `traces`: what fed the predictor."""
+def measure_lab(documents: Sequence[Document], yardsticks: dict[str, nn.Module], traces: Path) -> dict:
+    """Every number of the card. `yardsticks`: float32 models to compare with; `traces`: what fed the predictor."""
     target = load_target(TargetConfig(name="lab", dtype="float32"))
     ids_T, num_bytes = measure.held_out_tokens(documents, target.tokenizer)
-    bits = {name: measure.bits_per_byte(model, ids_T, num_bytes) for name, model in _models(target, dense).items()}
+    models = {"lab": target.model, **yardsticks}
+    bits = {name: measure.bits_per_byte(model, ids_T, num_bytes) for name, model in models.items()}
     return {
         "weights": shipped_weights(),
         "bits_per_byte": bits,
-        "parameters": {name: _parameters(model) for name, model in _models(target, dense).items()},
+        "parameters": {name: _parameters(model) for name, model in models.items()},
         "routing": _routing(target, ids_T),
         "looping": _looping(target),
         "acceptance": acceptance(target),
@@ -120,6 +121,7 @@ def render(numbers: dict) -> str:
     return template.substitute(
         polish_tokens=f"{Polish().tokens / 1e6:.1f}",
         moe_bits=f"{numbers['bits_per_byte']['lab']:.3f}",
+        unpolished_bits=f"{numbers['bits_per_byte']['unpolished']:.3f}",
         dense_bits=f"{numbers['bits_per_byte']['dense']:.3f}",
         moe_parameters=f"{numbers['parameters']['lab'] / 1e6:.2f}",
         dense_parameters=f"{numbers['parameters']['dense'] / 1e6:.2f}",
@@ -138,10 +140,6 @@ def render(numbers: dict) -> str:
 
 def _datasets() -> list[str]:
     return [f"lab/{domain}" for domain in DOMAINS]
-
-
-def _models(target: Target, dense: nn.Module) -> dict[str, nn.Module]:
-    return {"lab": target.model, "dense": dense}
 
 
 def _parameters(model: nn.Module) -> int:
