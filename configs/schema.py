@@ -19,6 +19,10 @@ class TargetConfig:
     """How Transformers computes the experts; both read each active expert once."""
     expert_mib: float | None = None
     """Widen every expert to this many MiB without changing the function (lab only; see the model card)."""
+    device_map: str | None = None
+    """Spread the weights over devices as Transformers does, for instance `auto`; one device by default."""
+    dequantize: bool = False
+    """Load FP8 or MXFP4 weights as plain ones (MXFP4 kernels hide which experts run)."""
     trust_remote_code: bool = False
     """Run modelling code that comes with the checkpoint."""
 

@@ -6,8 +6,10 @@ The names below are imported when first used, so that `--help` does not wait for
 from ecospec.configs.lazy import attributes
 
 _HOMES = {
+    "CustomGenerate": "generation",
     "DraftTree": "tree",
     "EcoSpecDecoder": "api",
+    "Method": "decoder",
     "generate": "api",
     "select": "selection",
 }

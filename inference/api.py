@@ -1,18 +1,17 @@
 """The Python front door: a decoder that owns its target, and `generate` for a model that is already loaded."""
 
-import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ecospec.configs.errors import InputError
 from ecospec.configs.schema import TargetConfig
 from ecospec.inference.assemble import MethodPlan, Workshop
 from ecospec.inference.config import DrafterConfig, PredictorConfig, SelectionConfig
-from ecospec.inference.decoder import Method, generate_with
-from ecospec.inference.drafters.base import Drafter
+from ecospec.inference.decoder import Method
+from ecospec.inference.drafters.base import BatchDrafter, Drafter
 from ecospec.inference.footprints import FootprintSource, PredictorFootprints
+from ecospec.inference.generation import generate_with
 from ecospec.inference.selection import EPSILON
 from ecospec.inference.statistics import Run
 from ecospec.predictor.model import ExpertPredictor
@@ -69,25 +68,21 @@ class EcoSpecDecoder:
         streamer: BaseStreamer | None = None,
         **generation_kwargs,
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        """`input_ids` int64 [1, T] → ids [1, T + new], prompt included.
+        """`input_ids` int64 [B, T], left-padded where `attention_mask` is 0 → ids [B, T + new], prompts included.
 
-        Raises InputError for another shape, a batch or padding.
+        Takes what `model.generate` takes, and `generators`: one `torch.Generator` a text. Raises InputError for options
+        that speculative decoding does not support.
         """
-        if input_ids.dim() != 2 or input_ids.shape[1] == 0:
-            raise InputError(
-                f"input_ids of shape {list(input_ids.shape)}: give token ids as [1, T], at least one token"
-            )
-        input_ids = input_ids.to(self.target.model.device)
         with RoutingRecorder(self.target.model) as recorder:
             out, self.last_run = generate_with(
                 self.target.model,
                 self.method,
                 input_ids,
                 recorder=recorder,
+                attention_mask=attention_mask,
                 generation_config=generation_config,
                 streamer=streamer,
-                attention_mask=torch.ones_like(input_ids) if attention_mask is None else attention_mask,
-                **generation_kwargs,
+                **{"tokenizer": self.target.tokenizer, **generation_kwargs},
             )
         return out
 
@@ -96,15 +91,16 @@ def generate(
     model: nn.Module,
     input_ids: Tensor,
     *,
-    drafter: Drafter,
+    drafter: Drafter | BatchDrafter,
     predictor: ExpertPredictor | FootprintSource | None = None,
     policy: str = "marginal",
     gamma: int = 4,
     **generation_kwargs,
 ) -> Tensor | GenerateDecoderOnlyOutput:
-    """Decode one text with a loaded Transformers model and any object that has the drafter interface.
+    """Decode with a loaded Transformers model and any object that has the drafter interface.
 
-    `predictor` is an `ExpertPredictor` with its embedding attached, or any footprint source.
+    `predictor` is an `ExpertPredictor` with its embedding attached, or any footprint source; the other arguments are
+    those of `EcoSpecDecoder.generate`. For `model.generate(custom_generate=…)` there is `CustomGenerate(Method(…))`.
     """
     footprints = PredictorFootprints(predictor) if isinstance(predictor, ExpertPredictor) else predictor
     method = Method(drafter, policy, gamma, footprints=footprints)

@@ -1,9 +1,13 @@
 """From configuration to working parts: drafter, predictor, footprint source, and the methods of a comparison."""
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
 
 from ecospec.configs.cli import SHORT_FORMS, override
 from ecospec.configs.errors import InputError
@@ -17,7 +21,12 @@ from ecospec.inference.config import (
     SelectionConfig,
 )
 from ecospec.inference.decoder import Method
-from ecospec.inference.drafters.eagle3 import Eagle3Drafter, Eagle3Head, default_feature_layers
+from ecospec.inference.drafters.base import BatchDrafter, DraftHead, EachRow
+from ecospec.inference.drafters.eagle3_checkpoint import load_head
+from ecospec.inference.drafters.growth import TreeDrafter
+from ecospec.inference.drafters.language_model import load_language_model_head
+from ecospec.inference.drafters.mtp import load_mtp_head
+from ecospec.inference.drafters.prompt_lookup import PromptLookupDrafter
 from ecospec.inference.footprints import FootprintSource, PredictorFootprints, TableFootprints
 from ecospec.inference.selection import NEEDS_FOOTPRINTS
 from ecospec.predictor.model import ExpertPredictor, load_predictor
@@ -76,7 +85,7 @@ class Workshop:
     def __init__(self, target: Target, traces: str | None = None) -> None:
         self.target = target
         self.traces = traces
-        self._heads: dict[Path, Eagle3Head] = {}
+        self._heads: dict[tuple, DraftHead] = {}
         self._predictors: dict[Path, ExpertPredictor] = {}
 
     def method(self, plan: MethodPlan) -> Method:
@@ -88,15 +97,26 @@ class Workshop:
             gamma=selection.gamma,
             epsilon=selection.epsilon,
             footprints=self.footprints(selection.footprints, plan.predictor) if plan.needs_footprints else None,
+            joint=selection.joint,
         )
 
-    def drafter(self, config: DrafterConfig) -> Eagle3Drafter:
-        folder = part_folder(config.path, "drafter")
-        if folder not in self._heads:
-            head = Eagle3Head.load(folder).attach_embedding(self.target.model.get_input_embeddings())
-            self._heads[folder] = head.to(self.target.model.device)
-        layers = default_feature_layers(self.target.model.config.get_text_config().num_hidden_layers)
-        return Eagle3Drafter(self._heads[folder], layers, config.steps, config.topk)
+    def drafter(self, config: DrafterConfig) -> BatchDrafter:
+        """A drafter of its own, on a head that may be shared. Raises InputError when it does not fit the target."""
+        if config.kind == "prompt_lookup":
+            return EachRow(PromptLookupDrafter(config.steps, config.topk))
+        key = (config.kind, config.path, tuple(config.feature_layers or ()), config.rope_theta)
+        if key not in self._heads:
+            self._heads[key] = self._head(config)
+        return TreeDrafter(self._heads[key], config.steps, config.topk)
+
+    def _head(self, config: DrafterConfig) -> DraftHead:
+        model = self.target.model
+        if config.kind == "mtp":
+            return load_mtp_head(mtp_source(config, self.target.path), model)
+        if config.kind == "draft_lm":
+            return load_language_model_head(config.path, model, self.target.tokenizer)
+        head = load_head(part_folder(config.path, "drafter"), model.config, config.feature_layers, config.rope_theta)
+        return head.attach(model).to(model.get_input_embeddings().weight.device)
 
     def footprints(self, source: str, config: PredictorConfig) -> FootprintSource:
         if source == "predictor":
@@ -124,9 +144,25 @@ def part_folder(path: str | None, part: str) -> Path:
     if path is None:
         raise InputError(f"--{part}.path: not given")
     folder = lab_folder(part) if path == "lab" else Path(path)
+    if not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+        return _from_hub(path, part)
     if not (folder / "config.json").is_file():
         raise InputError(f"--{part}.path {path}: the folder {folder} has no config.json")
     return folder
+
+
+def _from_hub(name: str, part: str) -> Path:
+    """The local copy of a hub repository, fetched where it is not cached. Raises InputError when it cannot be had."""
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.bin"]))
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"--{part}.path {name}: no such folder, and not to be had from the hub ({reason})") from None
+
+
+def mtp_source(config: DrafterConfig, target_path: str) -> str:
+    """Where the MTP layer is read from: the target's own checkpoint unless another is named."""
+    return target_path if config.path in (None, "lab") else config.path
 
 
 def open_traces(path: str | None, shape: MoeShape) -> TraceSet:

@@ -41,7 +41,7 @@ def generate(config: DecodeConfig) -> None:
     streamer = TextStreamer(target.tokenizer, skip_special_tokens=True)
     for prompt in prompts:
         torch.manual_seed(sample_seed(config.seed, prompt.sample_id))
-        ids = target.tokenizer(prompt.text, return_tensors="pt").input_ids.to(target.model.device)
+        ids = target.tokenizer(prompt.text, return_tensors="pt").input_ids
         options = sampling_options(config.temperature[0])
         decoder.generate(ids, streamer=streamer, max_new_tokens=config.max_new_tokens, **options)
         run = decoder.last_run

@@ -11,14 +11,18 @@ BASELINES = ("none", "hf_greedy")  # our plain loop; Transformers' own `generate
 
 @dataclass
 class DrafterConfig:
-    kind: Literal["eagle3"] = "eagle3"
-    """What drafts: `eagle3`, an EAGLE-3 head."""
+    kind: Literal["eagle3", "mtp", "draft_lm", "prompt_lookup"] = "eagle3"
+    """What drafts: an EAGLE-3 head, the target's own MTP layer, a small language model, or earlier text."""
     path: str | None = "lab"
-    """Folder of the draft head, or `lab`."""
+    """Folder of the EAGLE-3 head (or `lab`) or draft model; `mtp` reads the target's checkpoint, lookup needs none."""
     steps: int = 3
     """Forward steps of the drafter per tree, which is the tree's depth."""
     topk: int = 2
     """Children of a node, and nodes of a level that are expanded."""
+    feature_layers: list[int] | None = None
+    """Target layers whose outputs an EAGLE-3 head is fed (0: embeddings); by default what its checkpoint says."""
+    rope_theta: float | None = None
+    """Base of an EAGLE-3 head's rotary embedding; by default what its checkpoint says."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "topk"):
@@ -41,6 +45,8 @@ class SelectionConfig:
     """Tokens verified per step, the root included."""
     epsilon: float = 1e-6
     """Added to the number of new (layer, expert) pairs; larger values approach EAGLE's rule."""
+    joint: bool = False
+    """In a batch, choose over all texts at once with one shared set of experts; else each text alone."""
 
     def __post_init__(self) -> None:
         _require(self.gamma >= 1, "selection.gamma", self.gamma, "must be 1 or more (1 verifies the root alone)")
@@ -75,6 +81,8 @@ class DecodeConfig(PromptConfig):
     """Temperatures; 0 is greedy."""
     max_new_tokens: int = 64
     """Tokens to generate per prompt, fewer where the text ends by itself."""
+    batch_size: list[int] = field(default_factory=lambda: [1])
+    """Texts decoded together; several sizes are compared one after the other."""
     seed: int = 0
     """Seeds sampling, together with each prompt's sample id."""
     threads: int | None = None
@@ -90,6 +98,8 @@ class DecodeConfig(PromptConfig):
         for name in ("max_new_tokens", "threads"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "must be at least 1")
+        _require(bool(self.batch_size), "batch_size", self.batch_size, "give at least one")
+        _require(all(size >= 1 for size in self.batch_size), "batch_size", self.batch_size, "must be at least 1")
         _require(bool(self.temperature), "temperature", self.temperature, "give at least one")
         _require(all(t >= 0 for t in self.temperature), "temperature", self.temperature, "must not be negative")
 

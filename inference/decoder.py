@@ -1,11 +1,11 @@
-"""The decoding loop: draft, predict, select, verify, accept, as a callable for `model.generate(custom_generate=…)`.
+"""The decoding loop: draft, predict, select, verify, accept, over one text or a batch of texts of unequal length.
 
 Verification picks each token exactly as plain decoding would (same processors, same random draws in the same order) and
 follows the child that equals it. Drafts are a deterministic function of the text, so this is lossless at every
 temperature, and a draft is accepted with the probability the target gives it: the same law as recursive rejection
 sampling with point-mass proposals.
 
-Letters: T tokens of the text, N nodes of a tree, F width of the drafter's features.
+Letters: B texts, T tokens of a text, N nodes of a tree, F width of the drafter's features.
 """
 
 from collections.abc import Callable
@@ -13,195 +13,164 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig
-from transformers.generation.streamers import BaseStreamer
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from torch.nn.utils.rnn import pad_sequence
+from transformers import Cache
 
 from ecospec.configs.errors import InputError
-from ecospec.inference.drafters.base import Drafter
+from ecospec.inference.cache import RowCache
+from ecospec.inference.drafters.base import BatchDrafter, Drafter, EachRow
+from ecospec.inference.features import FeatureTap
 from ecospec.inference.footprints import FootprintSource
-from ecospec.inference.selection import EPSILON, NEEDS_FOOTPRINTS, check_selection, select
+from ecospec.inference.picking import Row, walk
+from ecospec.inference.selection import EPSILON, NEEDS_FOOTPRINTS, check_selection, choose, draw_noise
 from ecospec.inference.statistics import Run, Step, StepClock
-from ecospec.inference.tree import DraftTree, root_only
-from ecospec.inference.verification import check_cache, check_tree_support, compact, verify
+from ecospec.inference.tree import DraftTrees, roots_only
+from ecospec.inference.verification import verify
 from ecospec.tracing.recorder import RoutingRecorder
 
 
 @dataclass
 class Method:
-    """How one method decodes: who drafts, what selects, and where footprints come from. No drafter: plain decoding."""
+    """How one method decodes: who drafts, what selects, and where footprints come from. No drafter: plain decoding.
 
-    drafter: Drafter | None = None
+    `joint`: a batch shares its budget of γ a text and its experts; else each text is selected for alone.
+    """
+
+    drafter: Drafter | BatchDrafter | None = None
     policy: str = "marginal"
     gamma: int = 4
     epsilon: float = EPSILON
     footprints: FootprintSource | None = None
     seed: int = 0  # of the policy `random`, whose draws must not touch those of sampling
+    joint: bool = False
 
     def __post_init__(self) -> None:
         check_selection(self.policy, self.gamma)
+        if self.drafter is not None and not isinstance(self.drafter, BatchDrafter):
+            self.drafter = EachRow(self.drafter)
         if self.drafter is not None and self.policy in NEEDS_FOOTPRINTS and self.footprints is None:
             raise InputError(f"--selection.policy {self.policy}: needs footprints; give a predictor or --footprints")
 
-    def reset(self) -> None:
-        """Begin a new text."""
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return tuple(self.drafter.feature_layers) if self.drafter else ()
+
+    def reset(self, rows: int) -> None:
+        """Begin `rows` new texts."""
         self.generator = torch.Generator().manual_seed(self.seed)
-        for part in (self.drafter, self.footprints):
-            if part is not None:
-                part.reset()
+        for part in self._parts():
+            part.reset(rows)
+
+    def keep_rows(self, rows: list[int]) -> None:
+        """The other texts have ended."""
+        for part in self._parts():
+            part.keep_rows(rows)
+
+    def choose(self, trees: DraftTrees, footprints_BNLE: Tensor | None) -> DraftTrees:
+        """The nodes to verify."""
+        noise = draw_noise(self.policy, self.gamma, trees.parents_BN, self.generator, self.joint)
+        fields = (trees.parents_BN, trees.prob_BN, trees.real_BN, footprints_BNLE)
+        chosen_BN = choose(*fields, self.policy, self.gamma, self.epsilon, joint=self.joint, noise_RBN=noise)
+        width = int(chosen_BN.sum(1).max()) if self.joint else min(self.gamma, trees.width)
+        return trees.pack(chosen_BN, width)
+
+    def _parts(self) -> list:
+        return [part for part in (self.drafter, self.footprints) if part is not None]
 
 
 class SpeculativeLoop:
-    """Decodes one text. An instance is what `model.generate(custom_generate=…)` calls after its own preparation."""
+    """Decodes a batch of texts to their ends; `on_tokens` is given the tokens [n] that the first text emits."""
 
-    def __init__(self, method: Method, recorder: RoutingRecorder, on_tokens: Callable[[Tensor], object] | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        method: Method,
+        recorder: RoutingRecorder,
+        on_tokens: Callable[[Tensor], object] = lambda tokens: None,
+    ) -> None:
+        self.model = model
         self.method = method
         self.recorder = recorder
-        self.on_tokens = on_tokens or (lambda tokens: None)
+        self.on_tokens = on_tokens
+        self.tap = FeatureTap(model, method.feature_layers)
+
+    @torch.no_grad()
+    def decode(self, rows: list[Row], cache: Cache) -> Run:
+        """Extend the rows' texts to their ends. `cache` is empty, and for several texts a plain `DynamicCache`."""
         self.run = Run()
+        self.cache = RowCache(cache, [0] * len(rows))
+        self.method.reset(len(rows))
+        lengths = [len(row.ids_T) for row in rows]
+        live = list(enumerate(rows))
+        with self.tap:
+            live, features = self._prefill(live)
+            clock = StepClock(rows[0].ids_T.device)
+            while live:
+                live, features = self._step(live, features)
+            self.run.decode_seconds = clock.stop().total()
+        self.run.new_by_row = [len(row.ids_T) - length for row, length in zip(rows, lengths, strict=True)]
+        return self.run
 
-    def __call__(
-        self, model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
-    ) -> Tensor | GenerateDecoderOnlyOutput:
-        self._check(model, input_ids, model_kwargs)
-        self.picker = Picker(logits_processor, stopping_criteria, generation_config.do_sample)
-        cache = model_kwargs["cache"]
-        self.method.reset()
-        ids, features, done = self._prefill(model, input_ids, cache)
-        clock = StepClock(input_ids.device)
-        while not done:
-            ids, features, done = self._step(model, ids, features, cache)
-        self.run.decode_seconds = clock.total()
-        self.run.new_tokens = ids.shape[1] - input_ids.shape[1]
-        if generation_config.return_dict_in_generate:
-            cache.crop(ids.shape[1] - 1 - int(cache.get_seq_length()))  # a text that ends inside a step
-            return GenerateDecoderOnlyOutput(sequences=ids, cache=cache)
-        return ids
-
-    def _check(self, model: nn.Module, input_ids: Tensor, model_kwargs: dict) -> None:
-        if input_ids.shape[0] != 1:
-            raise InputError(f"batch of {input_ids.shape[0]} texts: one text at a time is supported")
-        if model_kwargs.get("cache") is None:
-            raise InputError("use_cache=False: speculative decoding needs the cache")
-        if model_kwargs["cache"].get_seq_length():
-            raise InputError("cache: it already holds tokens; begin with the whole text and an empty cache")
-        if model_kwargs.get("attention_mask") is not None and not model_kwargs["attention_mask"].all():
-            raise InputError("attention_mask: a single text needs no padding; remove the padded tokens")
-        check_tree_support(model)
-        check_cache(model_kwargs["cache"])
-
-    def _options(self) -> dict:
-        layers = self.method.drafter.feature_layers if self.method.drafter else ()
-        return {"output_hidden_states": list(layers)} if layers else {}
-
-    def _prefill(self, model: nn.Module, ids: Tensor, cache) -> tuple[Tensor, Tensor | None, bool]:
-        clock = StepClock(ids.device)
-        out = model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1, **self._options())
-        cache.activate_past_recording()
+    def _prefill(self, live: list[tuple[int, Row]]) -> tuple:
+        """The prompts through the target, padded behind, where causal attention hides the padding; the first tokens."""
+        rows = [row for _, row in live]
+        texts = [row.text_T for row in rows]
+        counts = [len(text_T) for text_T in texts]
+        clock = StepClock(texts[0].device)
+        out = self.model(
+            input_ids=pad_sequence(texts, batch_first=True),
+            cache=self.cache.cache,
+            use_cache=True,
+            logits_to_keep=torch.tensor(sorted({count - 1 for count in counts}), device=texts[0].device),
+            **self.tap.options,
+        )
         self.recorder.take()
-        features = self._features(out)
-        ids, done = self.picker.take(ids, out.logits[:, -1])
-        self.run.prefill_seconds = clock.total()
-        self.on_tokens(ids[0, -1:])
-        return ids, features, done
+        self.cache.cache.activate_past_recording()
+        self.cache.keep_first(counts, max(counts))
+        ends = [sorted(set(counts)).index(count) for count in counts]
+        logits_B1V = out.logits[torch.arange(len(rows)), ends][:, None]
+        walks = walk(roots_only(torch.stack([text_T[-1] for text_T in texts])), logits_B1V, rows)
+        self.run.prefill_seconds = clock.stop().total()
+        return self._advance(live, walks, out, [range(count) for count in counts])
 
-    def _step(self, model: nn.Module, ids: Tensor, features: Tensor | None, cache) -> tuple:
-        clock = StepClock(ids.device)
-        tree = self._propose(ids[0], features, clock)
+    def _step(self, live: list[tuple[int, Row]], features: list[Tensor] | None) -> tuple:
+        rows = [row for _, row in live]
+        clock = StepClock(rows[0].ids_T.device)
+        trees = self._propose([row.text_T for row in rows], features, clock)
         with clock.phase("verify"):
-            out = verify(model, cache, tree, **self._options())
-            experts_NLK = self.recorder.take()
+            out = verify(self.model, self.cache, trees, **self.tap.options)
+            experts_BNLK = self.recorder.take().unflatten(0, trees.tokens_BN.shape)
         with clock.phase("accept"):
-            emitted, kept, uncut, done = walk(tree, out.logits, ids, self.picker)
-            compact(cache, len(tree), kept)
-            features = self._features(out, kept)
-            self.on_tokens(emitted[0, ids.shape[1] :])
-        self.run.steps.append(Step(uncut, len(tree), experts_NLK, clock.seconds, clock.total()))
-        return emitted, features, done
+            walks = walk(trees, out.logits, rows)
+            self.cache.keep([step.kept for step in walks], trees.width)
+            advanced = self._advance(live, walks, out, [step.kept for step in walks])
+        emitted, verified = [step.uncut for step in walks], [step.verified for step in walks]
+        clock.stop()
+        kept, numbers = [step.kept for step in walks], [number for number, _ in live]
+        self.run.steps.append(Step(emitted, verified, kept, experts_BNLK, numbers, clock))
+        return advanced
 
-    def _propose(self, ids_T: Tensor, features: Tensor | None, clock: StepClock) -> DraftTree:
+    def _propose(self, texts: list[Tensor], features: list[Tensor] | None, clock: StepClock) -> DraftTrees:
         method = self.method
         if method.drafter is None or method.gamma == 1:
-            return root_only(ids_T[-1])
+            return roots_only(torch.stack([ids_T[-1] for ids_T in texts]))
         with clock.phase("draft"):
-            tree = method.drafter.draft(ids_T, features)
+            trees = method.drafter.draft(texts, features)
         with clock.phase("predict"):
-            footprints = method.footprints.footprints(ids_T, tree) if method.footprints else None
+            footprints = method.footprints.footprints(texts, trees) if method.footprints else None
         with clock.phase("select"):
-            chosen = select(tree, footprints, method.policy, method.gamma, method.epsilon, generator=method.generator)
-            return tree.subtree(chosen)
+            return method.choose(trees, footprints)
 
-    def _features(self, out, kept: list[int] | None = None) -> Tensor | None:
-        """Concatenated hidden states [n, F] of the whole pass, or of the `kept` nodes."""
-        if not self.method.drafter or not self.method.drafter.feature_layers:
-            return None
-        rows = [out.hidden_states[layer][0] for layer in self.method.drafter.feature_layers]
-        return torch.cat([row if kept is None else row[kept] for row in rows], dim=-1)
-
-
-class Picker:
-    """Chooses the next token as Transformers' own sampling loop does, one row at a time."""
-
-    def __init__(self, logits_processor, stopping_criteria, do_sample: bool) -> None:
-        self.logits_processor = logits_processor
-        self.stopping_criteria = stopping_criteria
-        self.do_sample = do_sample
-
-    def take(self, ids_1T: Tensor, logits_1V: Tensor) -> tuple[Tensor, bool]:
-        """The text with its next token, and whether it ends there."""
-        scores = self.logits_processor(ids_1T, logits_1V.to(torch.float32, copy=True))
-        token = torch.multinomial(scores.softmax(-1), 1) if self.do_sample else scores.argmax(-1, keepdim=True)
-        ids_1T = torch.cat([ids_1T, token], dim=1)
-        return ids_1T, bool(self.stopping_criteria(ids_1T, None).all())
-
-
-def walk(tree: DraftTree, logits_1NV: Tensor, ids_1T: Tensor, picker: Picker) -> tuple[Tensor, list[int], int, bool]:
-    """Follow the target's own choices down the tree.
-
-    Returns the text with the emitted tokens (cut where it ends), the nodes of the accepted path (root first), how many
-    tokens were emitted had the text not ended, and whether it has ended.
-    """
-    tokens, parents = tree.tokens_N.tolist(), tree.parents_N.tolist()
-    node, kept, end = 0, [0], None
-    start = ids_1T.shape[1]
-    while True:
-        ids_1T, done = picker.take(ids_1T, logits_1NV[:, node])
-        if done and end is None:
-            end, state_at_end = ids_1T.shape[1], _random_state(ids_1T.device)
-        token = int(ids_1T[0, -1])
-        children = [child for child, parent in enumerate(parents) if parent == node and tokens[child] == token]
-        if not children:
-            break
-        node = children[0]
-        kept.append(node)
-    if end is not None:
-        _random_state(ids_1T.device, state_at_end)  # draws past the end must not show in the next text
-    return ids_1T[:, :end], kept, ids_1T.shape[1] - start, end is not None
-
-
-def _random_state(device: torch.device, state: Tensor | None = None) -> Tensor:
-    """The state of the generator that sampling on `device` draws from, after setting it where `state` is given."""
-    random = torch.cuda if device.type == "cuda" else torch
-    if state is not None:
-        random.set_rng_state(state)
-    return random.get_rng_state()
-
-
-def generate_with(
-    model: nn.Module,
-    method: Method,
-    input_ids: Tensor,
-    *,
-    recorder: RoutingRecorder,
-    generation_config: GenerationConfig | None = None,
-    streamer: BaseStreamer | None = None,
-    **generation_kwargs,
-) -> tuple[Tensor | GenerateDecoderOnlyOutput, Run]:
-    """Decode one text with `method`: what `model.generate` returns, and the run's statistics."""
-    loop = SpeculativeLoop(method, recorder, streamer.put if streamer else None)
-    if streamer is not None:
-        streamer.put(input_ids.cpu())
-    out = model.generate(input_ids, generation_config=generation_config, custom_generate=loop, **generation_kwargs)
-    if streamer is not None:
-        streamer.end()
-    return out, loop.run
+    def _advance(self, live: list, walks: list, out: object, kept: list) -> tuple:
+        """The texts that go on, and their features at the positions `kept`; all parts forget the others."""
+        if live[0][0] == 0:
+            self.on_tokens(torch.tensor(walks[0].emitted))
+        going = [place for place, step in enumerate(walks) if not step.ended]
+        if 0 < len(going) < len(live):
+            self.cache.keep_rows(going)
+            self.method.keep_rows(going)
+        features_BNF = self.tap.read(out)
+        features = None
+        if features_BNF is not None:
+            features = [features_BNF[place, list(kept[place])] for place in going]
+        return [live[place] for place in going], features

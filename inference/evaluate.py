@@ -1,24 +1,27 @@
-"""`ecospec-decode eval`: methods × data sets × temperatures on the same prompts, interleaved prompt by prompt.
+"""`ecospec-decode eval`: methods × data sets × temperatures × batch sizes on the same prompts, interleaved.
 
-Every method of a prompt runs before the next prompt, in an order that rotates, so that a machine whose speed drifts
+Every method of a prompt (or batch) runs before the next, in an order that rotates, so that a machine whose speed drifts
 treats all methods alike. Plain decoding with our own loop is the reference for speed and for losslessness.
 """
 
-import dataclasses
 import hashlib
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.streamers import BaseStreamer
 
 from ecospec.configs.progress import progress
 from ecospec.data.prompts import Prompt
 from ecospec.inference.assemble import MethodPlan, Workshop
 from ecospec.inference.config import DecodeConfig
-from ecospec.inference.decoder import Method, generate_with
+from ecospec.inference.decoder import Method
+from ecospec.inference.generation import generate_with
+from ecospec.inference.lossless import Difference, Probe, compare, first_difference, routed
 from ecospec.inference.statistics import Run, Step
 from ecospec.tracing.recorder import RoutingRecorder
 from ecospec.tracing.target import Target
@@ -28,57 +31,86 @@ WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True)
 class Outcome:
-    """One prompt decoded by one method at one temperature. `new_ids` are the generated ids."""
+    """A batch of prompts (of one data set) decoded by one method at one temperature; `new_ids`: a list a prompt."""
 
     plan: MethodPlan
-    prompt: Prompt
+    prompts: list[Prompt]
     temperature: float
-    new_ids: list[int]
+    batch_size: int
+    new_ids: list[list[int]]
     run: Run
 
+    @property
+    def dataset(self) -> str:
+        return self.prompts[0].dataset
 
-@dataclass(frozen=True)
-class Difference:
-    """Where a text first leaves the reference, and by how much the target preferred the reference's token there."""
-
-    sample_id: str
-    position: int
-    expected: int
-    found: int
-    logit_gap: float
+    @property
+    def group(self) -> tuple:
+        """What one row of the results is about."""
+        return (self.batch_size, self.temperature, self.dataset, self.plan.label)
 
 
-def evaluate(config: DecodeConfig, target: Target, plans: list[MethodPlan], prompts: list[Prompt]) -> list[Outcome]:
-    """All outcomes, in the order decoded. Raises InputError when a part does not fit."""
+def evaluate(
+    config: DecodeConfig, target: Target, plans: list[MethodPlan], prompts: list[Prompt]
+) -> tuple[list[Outcome], dict[tuple, list[Difference]]]:
+    """All outcomes in the order decoded, and by `Outcome.group` the first difference of each text that is not plain
+    decoding's. Raises InputError when a part does not fit."""
     workshop = Workshop(target, config.traces)
-    methods = [None if plan.baseline == "hf_greedy" else workshop.method(plan) for plan in plans]
-    ids = [_encode(target, prompt) for prompt in prompts]
+    methods = {plan.label: None if plan.baseline == "hf_greedy" else workshop.method(plan) for plan in plans}
+    jobs = [
+        (size, temperature, batch)
+        for size in config.batch_size
+        for temperature in config.temperature
+        for batch in batches(prompts, size)
+    ]
     outcomes = []
     with RoutingRecorder(target.model) as recorder:
-        decode = _Decoder(config, target, recorder)
-        _warm_up(decode, plans, methods, ids[0], prompts[0])
-        jobs = [(temperature, number) for temperature in config.temperature for number in range(len(prompts))]
-        for turn, (temperature, number) in enumerate(progress(jobs, "prompts decoded by every method")):
+        decode = _Decoder(config, target, recorder, methods)
+        for plan in plans:
+            decode(plan, [prompts[0]], config.temperature[0], max_new_tokens=WARM_UP_TOKENS)
+        for turn, (size, temperature, batch) in enumerate(progress(jobs, "batches decoded by every method")):
             for index in _rotated(len(plans), turn):
-                new_ids, run = decode(plans[index], methods[index], ids[number], prompts[number], temperature)
-                outcomes.append(Outcome(plans[index], prompts[number], temperature, new_ids, run))
-    return outcomes
+                new_ids, run = decode(plans[index], batch, temperature)
+                outcomes.append(Outcome(plans[index], batch, temperature, size, new_ids, run))
+        return outcomes, _differences(decode, outcomes)
 
 
-def first_differences(target: Target, outcomes: list[Outcome]) -> dict[str, list[Difference]]:
-    """Label → the first difference of each text that is not the reference's, per method; absent where all are equal."""
-    references = {(o.prompt.sample_id, o.temperature): o.new_ids for o in outcomes if o.plan.baseline == "none"}
-    differences: dict[str, list[Difference]] = {}
+def _differences(decode: "_Decoder", outcomes: list[Outcome]) -> dict[tuple, list[Difference]]:
+    references = {
+        (outcome.batch_size, outcome.temperature, prompt.sample_id): (outcome, ids)
+        for outcome in outcomes
+        if outcome.plan.baseline == "none"
+        for prompt, ids in zip(outcome.prompts, outcome.new_ids, strict=True)
+    }
+    differences: dict[tuple, list[Difference]] = {}
     for outcome in outcomes:
-        expected = references[outcome.prompt.sample_id, outcome.temperature]
-        if outcome.new_ids != expected:
-            key = difference_key(outcome)
-            differences.setdefault(key, []).append(_difference(target, outcome, expected))
+        for row, (prompt, found) in enumerate(zip(outcome.prompts, outcome.new_ids, strict=True)):
+            plain, expected = references[outcome.batch_size, outcome.temperature, prompt.sample_id]
+            if found != expected:
+                difference = _difference(decode, outcome, plain, row)
+                differences.setdefault(outcome.group, []).append(difference)
     return differences
 
 
-def difference_key(outcome: Outcome) -> str:
-    return f"{outcome.plan.label}/{outcome.prompt.dataset}/{outcome.temperature}"
+def _difference(decode: "_Decoder", outcome: Outcome, plain: Outcome, row: int) -> Difference:
+    """Decode both again up to where the texts part, and compare what the two passes made of that position."""
+    prompt, expected, found = outcome.prompts[row], plain.new_ids[row], outcome.new_ids[row]
+    at = first_difference(expected, found)
+    prefix = torch.cat([decode.encode(prompt), torch.tensor(expected[:at], device=decode.target.model.device)])
+    scores, experts = [], []
+    for one in (plain, outcome):
+        probe = Probe(prefix.long())
+        _, run = decode(one.plan, one.prompts, one.temperature, max_new_tokens=at + 1, logits_processor=[probe])
+        scores.append(probe.scores_V)
+        experts.append(routed(run, row, at))
+    tokens, dtype = (expected[at], found[at]), decode.target.model.dtype
+    return compare(prompt.sample_id, at, tokens, scores, experts, dtype, sampled=outcome.temperature > 0)
+
+
+def batches(prompts: list[Prompt], size: int) -> list[list[Prompt]]:
+    """Consecutive prompts of one data set, `size` at a time."""
+    datasets = [list(group) for _, group in itertools.groupby(prompts, key=lambda prompt: prompt.dataset)]
+    return [group[start : start + size] for group in datasets for start in range(0, len(group), size)]
 
 
 def sample_seed(seed: int, sample_id: str) -> int:
@@ -94,25 +126,43 @@ def sampling_options(temperature: float) -> dict:
 
 
 class _Decoder:
-    """Decodes one prompt with one method, seeded by the prompt."""
+    """Decodes one batch with one method, each text seeded by its prompt."""
 
-    def __init__(self, config: DecodeConfig, target: Target, recorder: RoutingRecorder) -> None:
+    def __init__(
+        self, config: DecodeConfig, target: Target, recorder: RoutingRecorder, methods: dict[str, Method | None]
+    ) -> None:
         self.config = config
         self.target = target
         self.recorder = recorder
+        self.methods = methods
 
     def __call__(
-        self, plan: MethodPlan, method: Method | None, ids_1T: Tensor, prompt: Prompt, temperature: float
-    ) -> tuple[list[int], Run]:
-        seed = sample_seed(self.config.seed, prompt.sample_id)
-        torch.manual_seed(seed)
-        options = {"max_new_tokens": self.config.max_new_tokens, **sampling_options(temperature)}
-        if plan.baseline == "hf_greedy":
-            ids, run = _stock_generate(self.target, self.recorder, ids_1T, options)
-        else:
-            method.seed = seed
-            ids, run = generate_with(self.target.model, method, ids_1T, recorder=self.recorder, **options)
-        return ids[0, ids_1T.shape[1] :].tolist(), run
+        self, plan: MethodPlan, batch: list[Prompt], temperature: float, **changes
+    ) -> tuple[list[list[int]], Run]:
+        options = {"max_new_tokens": self.config.max_new_tokens, **sampling_options(temperature), **changes}
+        seeds = [sample_seed(self.config.seed, prompt.sample_id) for prompt in batch]
+        texts, method = [self.encode(prompt) for prompt in batch], self.methods[plan.label]
+        if method is None:
+            torch.manual_seed(seeds[0])
+            ids, run = _stock_generate(self.target, self.recorder, texts[0][None], options)
+            return [ids[0, len(texts[0]) :].tolist()], run
+        method.seed = seeds[0]
+        generators = [torch.Generator(self.target.model.device).manual_seed(seed) for seed in seeds]
+        ids_BT, mask_BT = left_padded(texts)
+        loop = {"recorder": self.recorder, "generators": generators, "attention_mask": mask_BT}
+        out, run = generate_with(self.target.model, method, ids_BT, **loop, **options)
+        return [ids[ids_BT.shape[1] :][:count].tolist() for ids, count in zip(out, run.new_by_row, strict=True)], run
+
+    def encode(self, prompt: Prompt) -> Tensor:
+        """Ids [T] on the target's device."""
+        return self.target.tokenizer(prompt.text, return_tensors="pt").input_ids[0].to(self.target.model.device)
+
+
+def left_padded(texts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Ids and attention mask [B, T] of texts of unequal length; the padding is id 0."""
+    lengths = [len(ids_T) for ids_T in texts]
+    mask_BT = torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]
+    return pad_sequence(texts, batch_first=True, padding_side="left"), mask_BT.long().to(texts[0].device)
 
 
 class _FirstTokenTimer(BaseStreamer):
@@ -136,31 +186,9 @@ def _stock_generate(target: Target, recorder: RoutingRecorder, ids_1T: Tensor, o
     end = time.perf_counter()
     prompt_at, first_at = timer.times
     experts_TLK = recorder.take()[ids_1T.shape[1] :]
-    steps = [Step(emitted=1, verified=1, experts_NLK=experts_1LK) for experts_1LK in experts_TLK[:, None]]
-    return out, Run(out.shape[1] - ids_1T.shape[1], first_at - prompt_at, end - first_at, steps)
-
-
-def _warm_up(decode: _Decoder, plans: list[MethodPlan], methods: list, ids_1T: Tensor, prompt: Prompt) -> None:
-    short = dataclasses.replace(decode.config, max_new_tokens=WARM_UP_TOKENS)
-    warm = _Decoder(short, decode.target, decode.recorder)
-    for plan, method in zip(plans, methods, strict=True):
-        warm(plan, method, ids_1T, prompt, decode.config.temperature[0])
+    steps = [Step([1], [1], [[0]], experts_11LK) for experts_11LK in experts_TLK[:, None, None]]
+    return out, Run([out.shape[1] - ids_1T.shape[1]], first_at - prompt_at, end - first_at, steps)
 
 
 def _rotated(count: int, turn: int) -> Iterator[int]:
     return ((index + turn) % count for index in range(count))
-
-
-def _encode(target: Target, prompt: Prompt) -> Tensor:
-    return target.tokenizer(prompt.text, return_tensors="pt").input_ids.to(target.model.device)
-
-
-@torch.inference_mode()
-def _difference(target: Target, outcome: Outcome, expected: list[int]) -> Difference:
-    # Texts that end do so with a token, so neither can be a mere beginning of the other.
-    at = next(i for i, (a, b) in enumerate(zip(expected, outcome.new_ids, strict=False)) if a != b)
-    wanted, got = expected[at], outcome.new_ids[at]
-    written = torch.tensor([expected[:at]], dtype=torch.long, device=target.model.device)
-    prefix = torch.cat([_encode(target, outcome.prompt), written], dim=1)
-    logits_V = target.model(prefix, logits_to_keep=1).logits[0, -1].float()
-    return Difference(outcome.prompt.sample_id, at, wanted, got, float(logits_V[wanted] - logits_V[got]))

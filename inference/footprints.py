@@ -1,66 +1,95 @@
 """Where the expert footprint of a draft node comes from: the predictor, or a table that costs nothing.
 
-A source turns the text so far and a draft tree into footprints bool [N, L, E]: which experts each node is expected to
-use in each MoE layer.
+A source turns texts and their draft trees into footprints bool [B, N, L, E]: which experts each node is expected to use
+in each MoE layer.
 
-Letters: T tokens of the text (root last), N tree nodes (root first), L MoE layers, E experts, K experts per token.
+Letters: B texts, T tokens of a text (root last), N tree nodes (root first), n new tokens of a text, L MoE layers,
+E experts, K experts per token, S cached slots.
 """
 
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from torch.nn.utils.rnn import pad_sequence
 
-from ecospec.inference.tree import DraftTree, ancestors_of
+from ecospec.inference.cache import RowCache, additive, seen_past
+from ecospec.inference.tree import DraftTrees, ancestors_of
 from ecospec.predictor.metrics import top_experts
 from ecospec.predictor.model import ExpertPredictor
 from ecospec.predictor.simple import FrequencyPredictor, TokenPredictor
 
 
 class FootprintSource(Protocol):
-    """`reset` before each text; `footprints(ids_T, tree)` once a step, with a text that only grows."""
+    """`reset` before new texts; `footprints` once a step, with texts that grow; `keep_rows` when some have ended."""
 
-    def reset(self) -> None: ...
+    def reset(self, rows: int) -> None: ...
 
-    def footprints(self, ids_T: Tensor, tree: DraftTree) -> Tensor: ...
+    def footprints(self, texts: list[Tensor], trees: DraftTrees) -> Tensor: ...
+
+    def keep_rows(self, rows: list[int]) -> None: ...
 
 
 class PredictorFootprints:
-    """The trained predictor with its own cache: one forward a step over the new tokens and the whole tree."""
+    """The trained predictor with its own cache: one forward a step over the new tokens and the whole trees."""
 
     def __init__(self, predictor: ExpertPredictor) -> None:
         self.predictor = predictor
-        self.cache = DynamicCache()
+        self.reset(1)
 
-    def reset(self) -> None:
-        self.cache = DynamicCache()
+    def reset(self, rows: int) -> None:
+        self.cache = RowCache(lengths=[0] * rows)
+
+    def keep_rows(self, rows: list[int]) -> None:
+        self.cache.keep_rows(rows)
 
     @torch.inference_mode()
-    def footprints(self, ids_T: Tensor, tree: DraftTree) -> Tensor:
-        """bool [N, L, E]: the K likeliest experts of each node and layer (paper equation 4)."""
-        cached, drafts = self.cache.get_seq_length(), len(tree) - 1
-        new = len(ids_T) - cached  # tokens of the text, the root among them
-        ids = torch.cat([ids_T[cached:], tree.tokens_N[1:]])
-        positions = torch.cat([torch.arange(cached, len(ids_T), device=ids.device), len(ids_T) - 1 + tree.depth_N[1:]])
-        logits_NLE = self.predictor(
-            ids[None],
-            cache=self.cache,
-            attention_mask=self._mask(cached, new, tree),
-            position_ids=positions[None],
-        )[0, -len(tree) :]
-        if drafts:
-            self.cache.crop(-drafts)
-        return as_footprints(top_experts(logits_NLE, self.predictor.config.num_experts_per_tok), logits_NLE.shape[-1])
+    def footprints(self, texts: list[Tensor], trees: DraftTrees) -> Tensor:
+        """bool [B, N, L, E]: the K likeliest experts of each node and layer (paper equation 4)."""
+        logits_BNLE = self.logits(texts, trees)
+        return as_footprints(top_experts(logits_BNLE, self.predictor.config.num_experts_per_tok), logits_BNLE.shape[-1])
 
-    def _mask(self, cached: int, new: int, tree: DraftTree) -> Tensor:
-        """Additive [1, 1, new + N - 1, all]: text causally, then each draft node its ancestors."""
-        N, dtype = len(tree), self.predictor.dtype
-        seen = torch.ones(new + N - 1, cached + new + N - 1, dtype=torch.bool, device=tree.tokens_N.device)
-        seen[:new] = seen[:new].tril(cached)
-        seen[new:, cached + new - 1 :] = ancestors_of(tree.parents_N)[1:]
-        mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-        return mask.masked_fill_(~seen, torch.finfo(dtype).min)[None, None]
+    def logits(self, texts: list[Tensor], trees: DraftTrees) -> Tensor:
+        """Routing logits [B, N, L, E] of every node; the texts' tokens stay in the cache, the drafts do not."""
+        if self.cache.width == 0:
+            self._read([ids_T[:-1] for ids_T in texts])
+        new = [ids_T[length:] for ids_T, length in zip(texts, self.cache.lengths, strict=True)]
+        counts, ids_Bn, drafts = [len(ids) for ids in new], pad_sequence(new, batch_first=True), trees.width - 1
+        device = ids_Bn.device
+        lengths_B, new_B = self.cache.lengths_B(device), torch.tensor(counts, device=device)
+        n = ids_Bn.shape[1]
+        after_BN = torch.arange(n, device=device).expand(len(new), -1)
+        after_BN = torch.cat([after_BN, new_B[:, None] - 1 + trees.depth_BN[:, 1:]], dim=1)
+        seen = torch.cat(
+            [seen_past(lengths_B, self.cache.width, after_BN), _seen_new(new_B, n, ancestors_of(trees.parents_BN))], -1
+        )
+        logits = self.predictor(
+            torch.cat([ids_Bn, trees.tokens_BN[:, 1:]], dim=1),
+            cache=self.cache.cache,
+            attention_mask=additive(seen, self.predictor.dtype),
+            position_ids=lengths_B[:, None] + after_BN,
+        )
+        self.cache.keep_first(counts, n + drafts)
+        roots = logits[torch.arange(len(new)), new_B - 1][:, None]
+        return torch.cat([roots, logits[:, n:]], dim=1)
+
+    def _read(self, texts: list[Tensor]) -> None:
+        """The beginning of the texts, causally, as padding behind them is dropped."""
+        counts = [len(ids_T) for ids_T in texts]
+        if min(counts):
+            self.predictor(pad_sequence(texts, batch_first=True), cache=self.cache.cache)
+            self.cache.keep_first(counts, max(counts))
+
+
+def _seen_new(new_B: Tensor, n: int, ancestors_BNN: Tensor) -> Tensor:
+    """bool [B, n + N - 1, n + N - 1]: new tokens see each other causally, drafts the text's own and their ancestors."""
+    B, N = ancestors_BNN.shape[:2]
+    index_n = torch.arange(n, device=new_B.device)
+    seen = torch.zeros(B, n + N - 1, n + N - 1, dtype=torch.bool, device=new_B.device)
+    seen[:, :n, :n] = index_n <= index_n[:, None]
+    seen[:, n:, :n] = (index_n < new_B[:, None])[:, None]
+    seen[:, n:, n:] = ancestors_BNN[:, 1:, 1:]
+    return seen
 
 
 class TableFootprints:
@@ -70,15 +99,21 @@ class TableFootprints:
         self.table = table
         self.num_experts = num_experts
 
-    def reset(self) -> None:
+    def reset(self, rows: int) -> None:
         """Nothing to forget."""
 
-    def footprints(self, ids_T: Tensor, tree: DraftTree) -> Tensor:
-        experts_NLK = torch.as_tensor(self.table.predict(tree.tokens_N.cpu().numpy())).long()
-        return as_footprints(experts_NLK.to(ids_T.device), self.num_experts)
+    def keep_rows(self, rows: list[int]) -> None:
+        """Nothing to keep."""
+
+    def footprints(self, texts: list[Tensor], trees: DraftTrees) -> Tensor:
+        """bool [B, N, L, E], see `FootprintSource`."""
+        tokens_BN = trees.tokens_BN
+        experts_XLK = torch.as_tensor(self.table.predict(tokens_BN.flatten().cpu().numpy())).long()
+        experts_BNLK = experts_XLK.unflatten(0, tokens_BN.shape).to(tokens_BN.device)
+        return as_footprints(experts_BNLK, self.num_experts)
 
 
-def as_footprints(experts_NLK: Tensor, num_experts: int) -> Tensor:
-    """bool [N, L, E] from expert ids [N, L, K]."""
-    shape = (*experts_NLK.shape[:-1], num_experts)
-    return torch.zeros(shape, dtype=torch.bool, device=experts_NLK.device).scatter_(-1, experts_NLK, True)
+def as_footprints(experts_XLK: Tensor, num_experts: int) -> Tensor:
+    """bool [..., L, E] from expert ids [..., L, K]."""
+    shape = (*experts_XLK.shape[:-1], num_experts)
+    return torch.zeros(shape, dtype=torch.bool, device=experts_XLK.device).scatter_(-1, experts_XLK, True)

@@ -9,12 +9,15 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ecospec.configs.errors import InputError
 from ecospec.configs.files import read_json
-from ecospec.inference.assemble import MethodPlan, check_moe, open_traces, part_folder, plan_methods
-from ecospec.inference.config import DecodeConfig
-from ecospec.inference.drafters.eagle3 import default_feature_layers
-from ecospec.inference.verification import check_tree_support
+from ecospec.configs.schema import TargetConfig
+from ecospec.inference.assemble import MethodPlan, check_moe, mtp_source, open_traces, part_folder, plan_methods
+from ecospec.inference.config import DecodeConfig, DrafterConfig
+from ecospec.inference.drafters.eagle3_checkpoint import inspect_head
+from ecospec.inference.drafters.language_model import check_language_model
+from ecospec.inference.drafters.mtp import inspect_mtp
+from ecospec.inference.verification import check_batch, check_tree_support
 from ecospec.predictor.model import ExpertPredictorConfig
-from ecospec.tracing.target import MoeShape, config_hash, load_target_config, load_tokenizer, shape_of
+from ecospec.tracing.target import MoeShape, config_hash, load_target_config, load_tokenizer, resolve_target, shape_of
 from ecospec.tracing.widening import widen_experts
 
 GIB = 2**30
@@ -39,12 +42,22 @@ def preflight(config: DecodeConfig) -> list[Finding]:
         Finding("tokenizer", f"{len(tokenizer)} tokens for {shape.vocab_size} embeddings"),
         Finding("weights", _memory(config, model_config)),
     ]
-    for plan in plan_methods(config):
+    plans = plan_methods(config)
+    _check_batches(config, plans, model_config)
+    for plan in plans:
         if plan.baseline is None:
-            findings.append(Finding(f"{plan.label}: drafter", _check_drafter(plan, model_config, shape)))
+            findings += _check_drafter(config, plan, model_config)
         if plan.needs_footprints:
             findings.append(Finding(f"{plan.label}: footprints", _check_footprints(config, plan, model_config, shape)))
     return findings
+
+
+def _check_batches(config: DecodeConfig, plans: list[MethodPlan], model_config: PreTrainedConfig) -> None:
+    if max(config.batch_size) == 1:
+        return
+    check_batch(model_config)
+    if any(plan.baseline == "hf_greedy" for plan in plans):
+        raise InputError("--batch_size: Transformers' own loop (hf_greedy) runs at batch size 1 only; leave it out")
 
 
 def _memory(config: DecodeConfig, model_config: PreTrainedConfig) -> str:
@@ -62,22 +75,44 @@ def _memory(config: DecodeConfig, model_config: PreTrainedConfig) -> str:
     return f"{parameters / 1e6:.1f} M parameters, {size:.2f} GiB in {str(model.dtype).removeprefix('torch.')}"
 
 
-def _check_drafter(plan: MethodPlan, model_config: PreTrainedConfig, shape: MoeShape) -> str:
-    path = plan.drafter.path
-    folder = part_folder(path, "drafter")
-    values = read_json(folder / "config.json")
-    layers = default_feature_layers(model_config.get_text_config().num_hidden_layers)
-    fc = _shapes(folder / "model.safetensors").get("fc.weight", (None, None))
-    found = (values.get("vocab_size"), values.get("hidden_size"), fc[1])
-    expected = (shape.vocab_size, shape.hidden_size, len(layers) * shape.hidden_size)
-    if found != expected:
-        raise InputError(
-            f"--drafter.path {path}: is not this target's head; its vocabulary, width and features are {found}, "
-            f"the target's {expected}"
-        )
-    if plan.drafter.topk > values["draft_vocab_size"]:
-        raise InputError(f"--drafter.topk {plan.drafter.topk}: the head has only {values['draft_vocab_size']} tokens")
-    return f"{folder}, draft vocabulary {values['draft_vocab_size']}, hidden states {list(layers)}"
+def _check_drafter(config: DecodeConfig, plan: MethodPlan, model_config: PreTrainedConfig) -> list[Finding]:
+    """What the drafter is, and what to know about it. Raises InputError when it does not fit the target."""
+    value, vocabulary, notes = _DRAFTERS[plan.drafter.kind](config, plan.drafter, model_config)
+    if vocabulary is not None and plan.drafter.topk > vocabulary:
+        raise InputError(f"--drafter.topk {plan.drafter.topk}: the head has only {vocabulary} tokens")
+    what = f"{plan.label}: drafter"
+    return [Finding(what, value), *(Finding(what, note) for note in notes)]
+
+
+def _inspect_eagle3(_config: DecodeConfig, drafter: DrafterConfig, target: PreTrainedConfig) -> tuple:
+    folder = part_folder(drafter.path, "drafter")
+    spec = inspect_head(folder, target, drafter.feature_layers, drafter.rope_theta)
+    D = spec.config.draft_vocab_size
+    return f"{folder}, {spec.writer}, draft vocabulary {D}, layers {list(spec.feature_layers)}", D, spec.notes
+
+
+def _inspect_mtp(config: DecodeConfig, drafter: DrafterConfig, target: PreTrainedConfig) -> tuple:
+    source = mtp_source(drafter, resolve_target(config.target.name))
+    summary = inspect_mtp(source, target, config.target.revision)
+    return f"MTP layer {summary.number} of {source}, {summary.weights / 1e6:.1f} M weights", target.vocab_size, []
+
+
+def _inspect_draft_lm(_config: DecodeConfig, drafter: DrafterConfig, target: PreTrainedConfig) -> tuple:
+    draft = load_target_config(TargetConfig(name=drafter.path))
+    check_language_model(draft, target.get_text_config().vocab_size)
+    return f"{drafter.path} ({draft.model_type})", draft.get_text_config().vocab_size, []
+
+
+def _inspect_lookup(_config: DecodeConfig, _drafter: DrafterConfig, _target: PreTrainedConfig) -> tuple:
+    return "earlier occurrences in the text", None, []
+
+
+_DRAFTERS = {
+    "eagle3": _inspect_eagle3,
+    "mtp": _inspect_mtp,
+    "draft_lm": _inspect_draft_lm,
+    "prompt_lookup": _inspect_lookup,
+}
 
 
 def _check_footprints(config: DecodeConfig, plan: MethodPlan, model_config: PreTrainedConfig, shape: MoeShape) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,8 @@ import torch
 from ecospec.configs.files import replace_file
 from ecospec.inference.assemble import MethodPlan
 from ecospec.inference.config import DecodeConfig
-from ecospec.inference.evaluate import Difference, Outcome, difference_key
+from ecospec.inference.evaluate import Outcome
+from ecospec.inference.lossless import Difference
 from ecospec.inference.statistics import PHASES, Step
 from ecospec.tracing.target import Target
 
@@ -25,53 +27,58 @@ def summarise(
     target: Target,
     plans: list[MethodPlan],
     outcomes: list[Outcome],
-    differences: dict[str, list[Difference]],
+    differences: dict[tuple, list[Difference]],
     seen: set[str],
 ) -> list[dict]:
-    """One run (contract: `results.json`) per temperature, data set and method, in that order.
+    """One run (contract: `results.json`) per batch size, temperature, data set and method, in that order.
 
     `seen` holds the data sets that anything in use was trained or fitted on.
     """
     groups: dict[tuple, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
-        groups[outcome.temperature, outcome.prompt.dataset, outcome.plan.label].append(outcome)
+        groups[outcome.group].append(outcome)
     labels = [plan.label for plan in plans]
     plain = next(plan.label for plan in plans if plan.baseline == "none")
     runs = []
-    for temperature, dataset, label in sorted(groups, key=lambda key: (*key[:2], labels.index(key[2]))):
-        group, reference = groups[temperature, dataset, label], groups[temperature, dataset, plain]
-        found = differences.get(difference_key(group[0]), [])
+    for key in sorted(groups, key=lambda key: (*key[:3], labels.index(key[3]))):
+        size, temperature, dataset, _ = key
+        group, reference = groups[key], groups[*key[:3], plain]
         runs.append(
             _identity(config, target, group[0].plan)
-            | {"dataset": dataset, "seen": dataset in seen, "temperature": temperature}
+            | {"dataset": dataset, "seen": dataset in seen, "temperature": temperature, "batch_size": size}
             | _speed(group, reference)
             | _steps([step for outcome in group for step in outcome.run.steps])
-            | {"lossless": _lossless(group[0].plan, found)}
+            | {"lossless": _lossless(group[0].plan, differences.get(key, []))}
         )
     return runs
 
 
 def write_steps(path: Path, outcomes: list[Outcome]) -> None:
-    """`steps.parquet`: method, data set, temperature, prompt and step number, then what the step measured."""
-    rows = [
-        {
-            "label": outcome.plan.label,
-            "dataset": outcome.prompt.dataset,
-            "temperature": outcome.temperature,
-            "prompt": outcome.prompt.sample_id,
-            "row": 0,
-            "step": number,
-            "emitted": step.emitted,
-            "verified": step.verified,
-            "active_experts": step.active_by_layer(),
-            **{f"t_{phase}": step.seconds and step.seconds[phase] for phase in PHASES},
-            "t_step": step.total,
-        }
-        for outcome in outcomes
-        for number, step in enumerate(outcome.run.steps)
-    ]
-    table = pa.Table.from_pylist(rows)
+    """`steps.parquet`: a row for each text of each step: what was decoded, then what the step measured."""
+    table = pa.Table.from_pylist([row for outcome in outcomes for row in _step_rows(outcome)])
     replace_file(path, lambda partial: pq.write_table(table, partial, compression="zstd"))
+
+
+def _step_rows(outcome: Outcome) -> Iterator[dict]:
+    for number, step in enumerate(outcome.run.steps):
+        times = step.clock.seconds() if step.clock else dict.fromkeys(PHASES)
+        shared = {
+            "active_experts": step.active_by_layer(),
+            **{f"t_{phase}": seconds for phase, seconds in times.items()},
+            "t_step": step.clock and step.clock.total(),
+        }
+        for row, emitted, verified in zip(step.rows, step.emitted, step.verified, strict=True):
+            yield {
+                "label": outcome.plan.label,
+                "dataset": outcome.dataset,
+                "temperature": outcome.temperature,
+                "batch_size": outcome.batch_size,
+                "prompt": outcome.prompts[row].sample_id,
+                "row": row,
+                "step": number,
+                "emitted": emitted,
+                "verified": verified,
+            } | shared
 
 
 def _identity(config: DecodeConfig, target: Target, plan: MethodPlan) -> dict:
@@ -90,7 +97,6 @@ def _identity(config: DecodeConfig, target: Target, plan: MethodPlan) -> dict:
         "gamma": selection and selection.gamma,
         "epsilon": selection.epsilon if plan.needs_footprints else None,
         "tree": {"steps": plan.drafter.steps, "topk": plan.drafter.topk} if speculative else None,
-        "batch_size": 1,
         "dtype": str(target.model.dtype).removeprefix("torch."),
         "expert_mib": config.target.expert_mib,
         "threads": torch.get_num_threads(),
@@ -114,7 +120,7 @@ def _speed(group: list[Outcome], reference: list[Outcome]) -> dict:
     ratios = (tokens[picks].sum(1) / seconds[picks].sum(1)) / (plain_tokens[picks].sum(1) / plain_seconds[picks].sum(1))
     rate, plain_rate = tokens.sum() / seconds.sum(), plain_tokens.sum() / plain_seconds.sum()
     return {
-        "samples": len(group),
+        "samples": sum(len(outcome.prompts) for outcome in group),
         "tokens": sum(outcome.run.new_tokens for outcome in group),
         "tokens_per_second": float(rate),
         "speedup_vs_ar": float(rate / plain_rate),
@@ -125,8 +131,8 @@ def _speed(group: list[Outcome], reference: list[Outcome]) -> dict:
 
 
 def _tokens_and_seconds(group: list[Outcome]) -> tuple[np.ndarray, np.ndarray]:
-    """Decoded tokens (prefill's own not counted) and seconds of each prompt; texts of one token count for nothing."""
-    tokens = np.array([outcome.run.new_tokens - 1 for outcome in group], float)
+    """Decoded tokens (prefill's own not counted) and seconds of each batch; texts of one token count for nothing."""
+    tokens = np.array([outcome.run.new_tokens - len(outcome.prompts) for outcome in group], float)
     seconds = np.array([outcome.run.decode_seconds for outcome in group])
     return tokens, np.maximum(seconds, 1e-9)
 
@@ -138,24 +144,25 @@ def _steps(steps: list[Step]) -> dict:
         names += ["verified_tokens_per_step", *_TIMES]
         return {"steps": 0} | dict.fromkeys(names)
     active_NL = np.array([step.active_by_layer() for step in steps])
-    emitted = np.array([step.emitted for step in steps])
+    emitted = np.array([count for step in steps for count in step.emitted])
     return {
         "steps": len(steps),
         "acceptance_length": float(emitted.mean()),
         "acceptance_by_depth": [float((emitted > depth).mean()) for depth in range(1, int(emitted.max()))],
         "active_experts": float(active_NL.mean()),
         "active_experts_by_layer": active_NL.mean(0).tolist(),
-        "verified_tokens_per_step": float(np.mean([step.verified for step in steps])),
+        "verified_tokens_per_step": float(np.mean([count for step in steps for count in step.verified])),
         **_times(steps),
     }
 
 
 def _times(steps: list[Step]) -> dict:
     """Mean seconds per step by phase; null for a loop that is not ours."""
-    if steps[0].seconds is None:
+    if steps[0].clock is None:
         return dict.fromkeys(_TIMES)
-    phases = {f"t_{phase}": float(np.mean([step.seconds[phase] for step in steps])) for phase in PHASES}
-    total = float(np.mean([step.total for step in steps]))
+    seconds = [step.clock.seconds() for step in steps]
+    phases = {f"t_{phase}": float(np.mean([times[phase] for times in seconds])) for phase in PHASES}
+    total = float(np.mean([step.clock.total() for step in steps]))
     return {**phases, "t_other": total - sum(phases.values()), "t_step": total}
 
 

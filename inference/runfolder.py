@@ -11,7 +11,7 @@ from ecospec.data.prompts import Prompt, read_prompts
 from ecospec.data.traces import read_traces
 from ecospec.inference.assemble import MethodPlan, part_folder, plan_methods
 from ecospec.inference.config import DecodeConfig
-from ecospec.inference.evaluate import Outcome, evaluate, first_differences
+from ecospec.inference.evaluate import Outcome, evaluate
 from ecospec.inference.preflight import preflight
 from ecospec.inference.report import read_runs, write_report
 from ecospec.inference.report_tables import markdown_table
@@ -32,8 +32,7 @@ def run_eval(config: DecodeConfig, output: Path) -> str:
     preflight(config)
     shown = _Shown(config, plans)
     target = load_target(config.target)
-    outcomes = evaluate(config, target, plans, prompts)
-    differences = first_differences(target, outcomes)
+    outcomes, differences = evaluate(config, target, plans, prompts)
     runs = [shown.with_overlap(run) for run in summarise(config, target, plans, outcomes, differences, shown.seen)]
     results = {"runs": runs, "ladder": shown.ladder, "notice": config.notice}
     replace_folder(output, lambda folder: _write(folder, output.name, config, results, outcomes))
@@ -59,8 +58,8 @@ class _Shown:
         self.metrics = {folder_name(p): read_json(part_folder(p, "predictor") / "metrics.json") for p in sorted(paths)}
         if len(self.metrics) < len(folders):
             raise InputError(f"--predictor.path: the folders {sorted(map(str, folders))} need different names")
-        folders |= {part_folder(p.drafter.path, "drafter") for p in plans if p.baseline is None}
-        self.seen = {name for folder in folders for name in read_json(folder / "provenance.json").get("datasets", [])}
+        folders |= {part_folder(p.drafter.path, "drafter") for p in plans if _has_head(p)}
+        self.seen = {name for folder in folders for name in _trained_on(folder)}
         if any(p.needs_footprints and p.selection.footprints != "predictor" for p in plans) and config.traces:
             self.seen |= {source["dataset"] for source in read_traces(config.traces).manifest["prompts"]}
 
@@ -75,6 +74,16 @@ class _Shown:
     def with_overlap(self, run: dict) -> dict:
         """`run` with its predictor's held-out overlap; null for tables, which were counted from other traces."""
         return run | {"overlap": self.metrics[run["predictor"]]["overlap"] if run["predictor"] else None}
+
+
+def _has_head(plan: MethodPlan) -> bool:
+    return plan.baseline is None and plan.drafter.kind == "eagle3"
+
+
+def _trained_on(folder: Path) -> list[str]:
+    """Data sets that a drafter or predictor of ours was trained on; published heads do not say."""
+    path = folder / "provenance.json"
+    return read_json(path).get("datasets", []) if path.is_file() else []
 
 
 def _write(folder: Path, name: str, config: DecodeConfig, results: dict, outcomes: list[Outcome]) -> None:

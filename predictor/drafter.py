@@ -100,7 +100,8 @@ def new_head(model: nn.Module, config: HeadConfig, items: Sequence[Trace], seed:
             bos_token_id=target.bos_token_id,
             eos_token_id=target.eos_token_id,
             tie_word_embeddings=False,
-        )
+        ),
+        feature_layers=default_feature_layers(target.num_hidden_layers),
     )
     head.attach_embedding(model.get_input_embeddings())
     head.d2t.copy_(used_D - torch.arange(len(used_D)))

@@ -3,13 +3,17 @@
 import pytest
 import torch
 from transformers import GenerationConfig
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import EosTokenCriteria, StoppingCriteriaList
 
 from ecospec.configs.errors import InputError
 from ecospec.inference import generate
-from ecospec.inference.decoder import Method, Picker, SpeculativeLoop, generate_with, walk
+from ecospec.inference.decoder import Method
 from ecospec.inference.footprints import as_footprints
+from ecospec.inference.generation import CustomGenerate, generate_with
+from ecospec.inference.picking import Picker, Row, walk
 from ecospec.inference.selection import POLICIES
-from ecospec.inference.tree import DraftTree, root_only, tree_from_levels
+from ecospec.inference.tree import DraftTree, root_only, stack, tree_from_levels
 from ecospec.tracing.recorder import RoutingRecorder
 from tests.tiny import VOCABULARY, tiny_model
 
@@ -60,11 +64,13 @@ class EmptyDrafter:
 class HashedFootprints:
     """Experts that depend on the token id alone."""
 
-    def reset(self) -> None: ...
+    def reset(self, rows) -> None: ...
 
-    def footprints(self, ids_T, tree):
-        first = torch.stack([tree.tokens_N % 8, (tree.tokens_N // 8 + 1) % 8], dim=1)
-        return as_footprints(first[:, None, :].expand(-1, 3, -1).contiguous(), 8)
+    def keep_rows(self, rows) -> None: ...
+
+    def footprints(self, texts, trees):
+        first = torch.stack([trees.tokens_BN % 8, (trees.tokens_BN // 8 + 1) % 8], dim=-1)
+        return as_footprints(first[..., None, :].expand(-1, -1, 3, -1).contiguous(), 8)
 
 
 def plain(model, ids, seed, **options):
@@ -130,7 +136,7 @@ def test_a_perfect_drafter_fills_every_step_and_a_hostile_one_none():
         for skill, emitted in ((1.0, 4), (0.0, 1)):
             method = Method(NoisyOracle(truth, skill), "confidence", gamma=7)
             _, run = generate_with(model, method, ids, recorder=recorder, max_new_tokens=NEW_TOKENS, **GREEDY)
-            assert {step.emitted for step in run.steps[:-1]} == {emitted}
+            assert {tuple(step.emitted) for step in run.steps[:-1]} == {(emitted,)}
             assert run.new_tokens == NEW_TOKENS
 
 
@@ -141,7 +147,7 @@ def test_active_experts_are_those_that_the_routers_chose_for_the_verified_tokens
         out, run = generate_with(model, method, ids, recorder=recorder, max_new_tokens=20, **GREEDY)
         model(out)
         experts_TLK = recorder.take()
-    traced = torch.cat([step.experts_NLK for step in run.steps])
+    traced = torch.cat([step.experts_BNLK[0] for step in run.steps])
     assert torch.equal(traced.sort(-1).values, experts_TLK[ids.shape[1] : -1].sort(-1).values)
     assert run.active_experts == 2.0  # one token, top-2
     assert run.acceptance_length == 1.0
@@ -168,6 +174,14 @@ def test_the_streamer_receives_every_token_once():
     assert collector.ended
 
 
+def ends_with(token):
+    return StoppingCriteriaList([EosTokenCriteria(token)])
+
+
+def never_ending():
+    return Picker(LogitsProcessorList(), ends_with(-1), False)
+
+
 class Script:
     """Never, always or sometimes: logits whose argmax at node i is `choices[i]`."""
 
@@ -184,37 +198,30 @@ def test_the_walk_follows_the_targets_choices(choices, expected, kept):
     tree = DraftTree(
         torch.tensor([0, 1, 2, 3, 4]), torch.tensor([-1, 0, 0, 1, 3]), torch.ones(5), torch.tensor([0, 1, 1, 2, 3])
     )
-    picker = Picker(lambda ids, scores: scores, lambda ids, scores: torch.zeros(1, dtype=torch.bool), False)
-    ids, path, uncut, done = walk(tree, Script(choices).logits, torch.tensor([[0]]), picker)
-    assert ids[0, 1:].tolist() == expected
-    assert path == kept
-    assert (uncut, done) == (len(expected), False)
+    row = Row(torch.tensor([0]), never_ending())
+    (step,) = walk(stack([tree]), Script(choices).logits, [row])
+    assert row.ids_T[1:].tolist() == step.emitted == expected
+    assert step.kept == kept
+    assert (step.uncut, step.ended, step.verified) == (len(expected), False, 5)
 
 
 def test_a_text_that_ends_inside_a_step_is_cut_there_but_the_step_counts_in_full():
     tree = DraftTree(torch.tensor([0, 1, 3]), torch.tensor([-1, 0, 1]), torch.ones(3), torch.tensor([0, 1, 2]))
-    picker = Picker(lambda ids, scores: scores, lambda ids, scores: ids[:, -1] == 1, False)
-    ids, _, uncut, done = walk(tree, Script([1, 3, 5]).logits, torch.tensor([[0]]), picker)
-    assert (ids[0].tolist(), uncut, done) == ([0, 1], 3, True)
+    row = Row(torch.tensor([0]), Picker(LogitsProcessorList(), ends_with(1), False))
+    (step,) = walk(stack([tree]), Script([1, 3, 5]).logits, [row])
+    assert (row.ids_T.tolist(), step.emitted, step.uncut, step.ended) == ([0, 1], [1], 3, True)
 
 
 def test_what_is_not_supported_is_refused_by_name():
-    model, ids = model_and_prompt("qwen3_moe", 0)
-    with pytest.raises(InputError, match="batch of 2 texts"):
-        generate(model, ids.repeat(2, 1), drafter=EmptyDrafter(), policy="confidence", max_new_tokens=4)
-    with pytest.raises(InputError, match="remove the padded tokens"):
-        mask = torch.tensor([[0, 1, 1, 1, 1, 1]])
-        generate(model, ids, drafter=EmptyDrafter(), policy="confidence", max_new_tokens=4, attention_mask=mask)
-    with pytest.raises(InputError, match="use_cache=False"):
-        generate(model, ids, drafter=EmptyDrafter(), policy="confidence", max_new_tokens=4, use_cache=False)
     with pytest.raises(InputError, match="needs footprints"):
         Method(EmptyDrafter(), "marginal")
 
 
-def test_return_dict_gives_the_sequences():
+def test_return_dict_gives_the_sequences_and_the_cache_of_all_but_the_last_token():
     model, ids = model_and_prompt("qwen3_moe", 0)
-    with RoutingRecorder(model) as recorder:
-        loop = SpeculativeLoop(Method(EmptyDrafter(), "confidence"), recorder)
-        config = GenerationConfig(max_new_tokens=5, return_dict_in_generate=True, do_sample=False)
-        out = model.generate(ids, generation_config=config, custom_generate=loop)
+    config = GenerationConfig(max_new_tokens=5, return_dict_in_generate=True, do_sample=False)
+    hook = CustomGenerate(Method(EmptyDrafter(), "confidence"))
+    out = model.generate(ids, generation_config=config, custom_generate=hook)
     assert out.sequences.shape == (1, 11)
+    assert out.cache.get_seq_length() == 10
+    assert hook.last_run.new_tokens == 5

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from ecospec.inference.drafters.eagle3 import Eagle3Drafter, Eagle3Head
+from ecospec.inference.drafters.eagle3 import Eagle3Head
+from ecospec.inference.drafters.growth import TreeDrafter
 from ecospec.predictor.drafter_rollout import DraftBatch, rollout, rollout_losses, score, weighted_loss
 
 V, D, H, STEPS = 60, 20, 32, 3
@@ -66,21 +67,19 @@ def decode_chain(head: Eagle3Head, ids_T: Tensor, features_TF: Tensor, start: in
 
     The pairs before `start` come in extends that end at `rounds`, as accepted text would, each followed by a tree.
     """
-    drafter = Eagle3Drafter(head, (0, 1, 2), STEPS, topk=2)
-    done = 0
+    drafter, done = TreeDrafter(head, STEPS, topk=2), 0
     for end in [*rounds, start + 1]:
-        stable = drafter.cache.get_seq_length()
-        hidden = head.fc(features_TF[done:end])[None]
-        out = drafter._forward(ids_T[None, done + 1 : end + 1], hidden, stable, drafter._causal(end - done, stable))
+        out = drafter._extend([ids_T[: end + 1]], [features_TF[done:end]])
         if end <= start:
-            drafter._grow(out[:, -1:], end)
-            drafter._forget_tree(end)
+            drafter._grow(out)
+            drafter.cache.keep([[]], 2 * (STEPS - 1))
         done = end
-    parent, logits = out[:, -1:], [head.logits(out[0, -1])]
+    cache = drafter.cache.cache
+    parent, logits = out, [head.logits(out[0, -1])]
     for step in range(2, STEPS + 1):
-        sees_all = torch.ones(1, done + step - 1, dtype=torch.bool)
-        token = ids_T[None, start + step : start + step + 1]
-        parent = drafter._forward(token, parent, done + step - 2, sees_all, one_position=True)
+        sees_all = torch.ones(1, 1, done + step - 1, dtype=torch.bool)
+        token, position = ids_T[None, start + step : start + step + 1], torch.tensor([[done + step - 2]])
+        parent = head.forward(token, head.feedback(parent), position, sees_all, cache)
         logits.append(head.logits(parent[0, -1]))
     return logits
 
@@ -148,8 +147,8 @@ def test_every_step_of_the_rollout_equals_a_recomputation_without_cache(seed: in
 @torch.inference_mode()
 def test_the_rollout_along_a_drafted_chain_gives_the_drafter_s_own_probabilities(seed: int) -> None:
     head, batch = small_head(seed), random_batch(seed, [9])
-    drafter = Eagle3Drafter(head, (0, 1, 2), STEPS, topk=1)
-    tree = drafter.draft(batch.ids_BT[0], batch.features_BTF[0, :8])
+    drafter = TreeDrafter(head, STEPS, topk=1)
+    tree = drafter.draft([batch.ids_BT[0]], [batch.features_BTF[0, :8]]).row(0)
     ids_BT = torch.cat([batch.ids_BT, tree.tokens_N[None, 1:]], dim=1)
     unseen = 9 * torch.randn(1, 1 + STEPS, 3 * H)  # neither the root nor the drafts have been through the target
     features_BTF = torch.cat([batch.features_BTF[:, :8], unseen], dim=1)

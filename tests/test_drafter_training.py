@@ -9,10 +9,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig
 
 from ecospec.configs import cli
 from ecospec.configs.errors import InputError
-from ecospec.inference.drafters.eagle3 import Eagle3Drafter, Eagle3Head, default_feature_layers
+from ecospec.inference.drafters.eagle3 import default_feature_layers
+from ecospec.inference.drafters.eagle3_checkpoint import check_maps, load_head
+from ecospec.inference.drafters.growth import TreeDrafter
 from ecospec.predictor import cli as train_cli
 from ecospec.predictor.config import HeadConfig, TrainConfig
 from ecospec.predictor.drafter import draft_vocabulary, evaluate, fit, new_head, output_rows
@@ -98,7 +101,7 @@ def test_the_draft_vocabulary_is_the_most_frequent_tokens_and_its_maps_agree(see
     assert (torch.arange(40) + head.d2t).tolist() == expected == head.t2d.nonzero().squeeze(1).tolist()
     assert torch.equal(head.target_ids(torch.arange(40)), torch.tensor(expected))
     assert torch.equal(head.lm_head.weight, model.lm_head.weight[expected])
-    head.check_maps(tmp_path)
+    check_maps(head.d2t, head.t2d, 264, tmp_path)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
@@ -136,9 +139,9 @@ def test_a_saved_head_drafts_the_same_tree(tmp_path: Path) -> None:
     model = tiny_model("qwen3_moe", num_hidden_layers=6)
     head = new_head(model, HeadConfig(**vars(HEAD) | {"rope_theta": 500.0}), random_samples(0, [50], 264), seed=1)
     head.save(tmp_path)
-    loaded = Eagle3Head.load(tmp_path).attach_embedding(model.get_input_embeddings())
+    loaded = load_head(tmp_path, model.config).attach(model)
     ids_T, features = torch.randint(0, 264, (9,)), torch.randn(8, 96)
-    one, other = (Eagle3Drafter(each, LAYERS).draft(ids_T, features) for each in (head, loaded))
+    one, other = (TreeDrafter(each).draft([ids_T], [features]).row(0) for each in (head, loaded))
     assert torch.equal(one.tokens_N, other.tokens_N)
     assert torch.equal(one.prob_N, other.prob_N)
 
@@ -180,7 +183,8 @@ def test_the_command_writes_a_published_layout_with_metrics_and_provenance(
     assert len(metrics["agreement"]) == len(metrics["train_loss"]) == 3
     assert metrics["steps"] == provenance["config"]["max_steps"] == 3
     assert provenance["target"]["name"] == str(traced[0])
-    Eagle3Head.load(tmp_path / "head")
+    target = AutoConfig.from_pretrained(traced[0])
+    assert load_head(tmp_path / "head", target).feature_layers == LAYERS
 
 
 def test_an_output_folder_in_use_is_kept_unless_told_otherwise(

@@ -1,5 +1,6 @@
 """Laws of the shipped lab: what its card promises, and the red line of lossless decoding on a trained model."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,10 +13,10 @@ from ecospec.data import read_traces
 from ecospec.data.lab import measure
 from ecospec.data.lab.card import shipped_weights
 from ecospec.data.prompts import read_prompts
-from ecospec.inference.assemble import MethodPlan, Workshop
-from ecospec.inference.config import DrafterConfig, PredictorConfig, SelectionConfig
-from ecospec.inference.decoder import generate_with
-from ecospec.inference.evaluate import sample_seed, sampling_options
+from ecospec.inference.assemble import MethodPlan, Workshop, plan_methods
+from ecospec.inference.config import DecodeConfig, DrafterConfig, MethodConfig, PredictorConfig, SelectionConfig
+from ecospec.inference.evaluate import evaluate, sample_seed, sampling_options
+from ecospec.inference.generation import generate_with
 from ecospec.tracing.check import check_folder
 from ecospec.tracing.recorder import RoutingRecorder
 from ecospec.tracing.target import lab_folder, load_target
@@ -83,6 +84,33 @@ def test_forty_prompts_decode_to_the_ids_of_generate(target, prompts, stock, pol
         for prompt in prompts:
             found = decode_ours(target, method, recorder, prompt, temperature)
             assert found == stock[temperature, prompt.sample_id], prompt.sample_id
+
+
+@pytest.mark.slow
+def test_in_bf16_every_first_difference_is_within_rounding_and_gone_in_fp32(target):
+    config = DecodeConfig(
+        target=TargetConfig(name="lab", dtype="bfloat16"), datasets=[f"lab/{d}" for d in DOMAINS], samples=6
+    )
+    config = dataclasses.replace(
+        config,
+        methods=[MethodConfig("plain", drafter="none"), MethodConfig("EAGLE-3", selection="confidence")],
+    )
+    half, plans, prompts = load_target(config.target), plan_methods(config), read_prompts(config)
+    outcomes, differences = evaluate(config, half, plans, prompts)
+    plain = {o.prompts[0].sample_id: o.new_ids[0] for o in outcomes if o.plan.baseline == "none"}
+    found = [difference for group in differences.values() for difference in group]
+    assert found, "no text differs in bf16: this law was not tried"
+    by_id = {prompt.sample_id: prompt for prompt in prompts}
+    method = Workshop(target).method(plans[1])
+    for difference in found:
+        assert difference.within_rounding, difference
+        prompt, written = encode(target, by_id[difference.sample_id]), plain[difference.sample_id]
+        ids = torch.cat([prompt, torch.tensor([written[: max(0, difference.position - 2)]]).long()], dim=1)
+        length = prompt.shape[1] + difference.position + 1
+        expected = target.model.generate(ids, max_length=length, do_sample=False)
+        with RoutingRecorder(target.model) as recorder:
+            ours, _ = generate_with(target.model, method, ids, recorder=recorder, max_length=length, do_sample=False)
+        assert torch.equal(ours, expected)
 
 
 def test_the_target_has_the_promised_shape(target):

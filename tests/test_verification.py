@@ -5,8 +5,9 @@ import torch
 from transformers import DynamicCache
 
 from ecospec.configs.errors import InputError
-from ecospec.inference.tree import DraftTree, ancestors_of, depths_of
-from ecospec.inference.verification import check_cache, check_tree_support, compact, verify
+from ecospec.inference.cache import RowCache
+from ecospec.inference.tree import DraftTree, ancestors_of, depths_of, stack
+from ecospec.inference.verification import check_cache, check_tree_support, verify
 from tests.tiny import VOCABULARY, tiny_model
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
@@ -33,7 +34,7 @@ def prefilled(model, length: int, seed: int):
     cache = DynamicCache(config=model.config)
     model(ids, cache=cache)
     cache.activate_past_recording()
-    return ids, cache
+    return ids, RowCache(cache, [length])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -42,11 +43,11 @@ def prefilled(model, length: int, seed: int):
 def test_tree_logits_are_those_of_each_path_decoded_token_by_token(family, length):
     model, tree = tiny_model(family), tree_of(PARENTS, length)
     _, cache = prefilled(model, length, length)
-    logits_NV = verify(model, cache, tree).logits[0]
+    logits_NV = verify(model, cache, stack([tree])).logits[0]
     for node in range(len(tree)):
         _, plain = prefilled(model, length, length)
         for token in tree.tokens_N[path_to(PARENTS, node)]:
-            out = model(token.view(1, 1), cache=plain)
+            out = model(token.view(1, 1), cache=plain.cache)
         torch.testing.assert_close(logits_NV[node], out.logits[0, -1], atol=1e-4, rtol=1e-4)
 
 
@@ -60,12 +61,12 @@ def test_after_compaction_the_text_goes_on_as_after_a_fresh_prefill(family, leaf
     text, kept = ids[0].tolist(), path_to(PARENTS, leaf)
     for round_ in range(60 // len(kept) + 1):
         tree = tree_of(PARENTS, 100 * leaf + round_)
-        found = verify(model, cache, tree).logits[0, 0]
+        found = verify(model, cache, stack([tree])).logits[0, 0]
         fresh = model(torch.tensor([[*text, int(tree.tokens_N[0])]]), use_cache=False).logits[0, -1]
         torch.testing.assert_close(found, fresh, atol=1e-4, rtol=1e-4)
-        compact(cache, len(tree), kept)
+        cache.keep([kept], len(tree))
         text += tree.tokens_N[kept].tolist()
-        assert cache.get_seq_length() == len(text)
+        assert cache.cache.get_seq_length() == cache.width == len(text)
 
 
 @torch.no_grad()
@@ -74,10 +75,10 @@ def test_keeping_the_wrong_nodes_is_noticed():
     model = tiny_model("qwen3_moe")
     ids, cache = prefilled(model, 6, 0)
     tree = tree_of(PARENTS, 1)
-    verify(model, cache, tree)
-    compact(cache, len(tree), [0, 1, 3])
+    verify(model, cache, stack([tree]))
+    cache.keep([[0, 1, 3]], len(tree))
     text = torch.cat([ids[0], tree.tokens_N[[0, 2, 5]], torch.tensor([7])])[None]
-    found = model(torch.tensor([[7]]), cache=cache).logits[0, -1]
+    found = model(torch.tensor([[7]]), cache=cache.cache).logits[0, -1]
     assert (found - model(text, use_cache=False).logits[0, -1]).abs().max() > 0.1
 
 
@@ -90,7 +91,9 @@ def test_a_node_sees_itself_and_the_nodes_above_it_only():
 
 def test_a_subtree_keeps_tokens_parents_and_depths():
     tree = tree_of(PARENTS, 3)
-    sub = tree.subtree(torch.tensor([0, 2, 5, 8]))
+    chosen_1N = torch.zeros(1, len(tree), dtype=torch.bool)
+    chosen_1N[0, [0, 2, 5, 8]] = True
+    sub = stack([tree]).pack(chosen_1N, 4).row(0)
     assert sub.parents_N.tolist() == [-1, 0, 1, 2]
     assert sub.tokens_N.tolist() == tree.tokens_N[[0, 2, 5, 8]].tolist()
     assert sub.depth_N.tolist() == [0, 1, 2, 3]

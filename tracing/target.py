@@ -8,7 +8,15 @@ from pathlib import Path
 import torch
 import yaml
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    FineGrainedFP8Config,
+    Mxfp4Config,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 from ecospec.configs.cli import shipped_root
 from ecospec.configs.errors import InputError
@@ -108,11 +116,28 @@ def load_target(config: TargetConfig) -> Target:
         dtype=config.dtype if config.dtype == "auto" else getattr(torch, config.dtype),
         experts_implementation=config.experts_implementation,
         trust_remote_code=config.trust_remote_code,
+        device_map=config.device_map,
+        **_dequantized(config, model_config),
     ).eval()
     if config.expert_mib is not None:
         widen_experts(model, config.expert_mib)
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    if config.device_map is None:
+        model.to("cuda" if torch.cuda.is_available() else "cpu")
     return Target(config.name, path, model, tokenizer, shape, config_hash(model_config))
+
+
+def _dequantized(config: TargetConfig, model_config: PreTrainedConfig) -> dict:
+    """Loading options for plain weights. Raises InputError where there is nothing that we know to dequantise."""
+    if not config.dequantize:
+        return {}
+    stored = getattr(model_config, "quantization_config", None) or {}
+    method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
+    kinds = {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}
+    if method not in kinds:
+        raise InputError(
+            f"--target.dequantize: {config.name} holds {method or 'plain weights'}, not FP8 or MXFP4; leave it out"
+        )
+    return {"quantization_config": kinds[method](dequantize=True)}
 
 
 def config_hash(model_config: PreTrainedConfig) -> str:

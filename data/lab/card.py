@@ -17,7 +17,8 @@ from ecospec.data.prompts import Prompt, read_prompts
 from ecospec.data.traces import read_traces
 from ecospec.inference.assemble import Workshop
 from ecospec.inference.config import DrafterConfig, PredictorConfig
-from ecospec.inference.decoder import Method, generate_with
+from ecospec.inference.decoder import Method
+from ecospec.inference.generation import generate_with
 from ecospec.inference.statistics import Step
 from ecospec.predictor.metrics import shared_experts, top_experts
 from ecospec.predictor.simple import fit_token
@@ -96,7 +97,7 @@ def steps_before(steps: Sequence[Step], tokens: int) -> list[Step]:
     """The steps whose tokens all lie among the first `tokens` of the answer (prefill gave the first)."""
     kept, end = [], 1
     for step in steps:
-        end += step.emitted
+        end += step.emitted[0]
         if end > tokens:
             break
         kept.append(step)
@@ -178,4 +179,4 @@ def _loops(answers: list[list[int]]) -> dict:
 
 
 def _acceptance(steps: list[Step]) -> dict:
-    return {"alpha": sum(step.emitted for step in steps) / max(len(steps), 1), "steps": len(steps)}
+    return {"alpha": sum(step.emitted[0] for step in steps) / max(len(steps), 1), "steps": len(steps)}

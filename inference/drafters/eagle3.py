@@ -1,20 +1,23 @@
-"""EAGLE-3 draft heads in the layout of SafeAILab/EAGLE: one decoder layer fed with embedding and target features.
+"""EAGLE-3 draft heads: decoder layers fed with a token's embedding and the target's features of the token before it.
 
-A pair at draft position i is (target features of token i, embedding of token i + 1) and predicts token i + 2. Cache
-entries made from target features stay; those of a tree's own nodes are dropped when the tree is done.
+Entry i of the cache is the pair (target features of token i, embedding of token i + 1), which predicts token i + 2. At
+the first step of a draft the hidden input comes from the target's features, after that from the head's own output.
+`HeadFlags` says what distinguishes the heads of different writers; `eagle3_checkpoint` reads it from a checkpoint.
 
-Letters: B batch, T tokens, H draft hidden width, F feature width (three target layers), D draft vocabulary,
-N tree nodes, k nodes kept per level.
+Letters: B texts, T tokens of a text, H draft hidden width, F width of the target's features, W width of a layer's
+attention input, D draft vocabulary, V target vocabulary, S cached and appended entries.
 """
 
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import DynamicCache, LlamaConfig
+from transformers import Cache, DynamicCache, LlamaConfig
 from transformers.models.llama.modeling_llama import (
     LlamaMLP,
     LlamaRMSNorm,
@@ -23,8 +26,40 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from ecospec.configs.errors import InputError
-from ecospec.configs.files import read_json, replace_file, write_json
-from ecospec.inference.tree import DraftTree, tree_from_levels
+from ecospec.configs.files import replace_file, write_json
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class HeadFlags:
+    """How a head is built and used; the defaults are SafeAILab's.
+
+    `features`: how many layers of the target it is fed; 0: the target's last hidden state as it is, without `fc`.
+    `fc_bias`, `qkv_bias`, `o_bias`: which projections have one. `qk_norm`: queries and keys are normed by head.
+    `norm_before_fc`: one norm over all features; `fc_norm`: one for each layer's. `hidden_norm`: the hidden half of the
+    attention's input is normed; `norm_before_residual`: and the residual is that normed half. `last_norm`: outputs are
+    normed before `lm_head`; `post_norm_feedback`: and so is what the next step is fed. `own_embedding`, `own_output`:
+    it has embeddings or an output matrix of its own, otherwise they are the target's. `logit_scale` multiplies logits.
+    """
+
+    features: int = 3
+    fc_bias: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    hidden_norm: bool = True
+    norm_before_residual: bool = False
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    last_norm: bool = True
+    post_norm_feedback: bool = False
+    own_embedding: bool = False
+    own_output: bool = True
+    logit_scale: float = 1.0
+
+
+PLAIN = HeadFlags()
 
 
 def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
@@ -32,23 +67,30 @@ def default_feature_layers(num_layers: int) -> tuple[int, int, int]:
     return (2, num_layers // 2, num_layers - 3)
 
 
-class Eagle3Attention(nn.Module):
-    """Grouped-query attention whose input is [embedding; feature], twice the hidden width."""
+def norm_or_nothing(wanted: bool, width: int, config: LlamaConfig) -> nn.Module:
+    return LlamaRMSNorm(width, config.rms_norm_eps) if wanted else nn.Identity()
 
-    def __init__(self, config: LlamaConfig) -> None:
+
+class Eagle3Attention(nn.Module):
+    """Grouped-query attention whose input is W wide: in the first layer [embedding; feature], 2H."""
+
+    def __init__(self, config: LlamaConfig, flags: HeadFlags = PLAIN, first: bool = True) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        width = 2 * config.hidden_size
-        self.q_proj = nn.Linear(width, config.num_attention_heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(width, config.num_key_value_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(width, config.num_key_value_heads * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias=False)
+        W = (2 if first else 1) * config.hidden_size
+        queries, keys = (n * self.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        self.q_proj = nn.Linear(W, queries, bias=flags.qkv_bias)
+        self.k_proj = nn.Linear(W, keys, bias=flags.qkv_bias)
+        self.v_proj = nn.Linear(W, keys, bias=flags.qkv_bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=flags.o_bias)
+        self.q_norm = norm_or_nothing(flags.qk_norm, self.head_dim, config)
+        self.k_norm = norm_or_nothing(flags.qk_norm, self.head_dim, config)
 
     def project(self, inputs_BTW: Tensor, positions: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries and keys, and values, each [B, heads, T, head_dim]."""
         shape = (*inputs_BTW.shape[:-1], -1, self.head_dim)
-        query = self.q_proj(inputs_BTW).view(shape).transpose(1, 2)
-        key = self.k_proj(inputs_BTW).view(shape).transpose(1, 2)
+        query = self.q_norm(self.q_proj(inputs_BTW).view(shape)).transpose(1, 2)
+        key = self.k_norm(self.k_proj(inputs_BTW).view(shape)).transpose(1, 2)
         value = self.v_proj(inputs_BTW).view(shape).transpose(1, 2)
         return *apply_rotary_pos_emb(query, key, *positions), value
 
@@ -59,168 +101,172 @@ class Eagle3Attention(nn.Module):
 
 
 class Eagle3Layer(nn.Module):
-    """The one decoder layer. The residual is the feature before its norm."""
+    """One decoder layer; only the first is fed embeddings, the others are plain ones."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, flags: HeadFlags = PLAIN, first: bool = True) -> None:
         super().__init__()
-        self.self_attn = Eagle3Attention(config)
+        self.first = first
+        self.norm_before_residual = first and flags.norm_before_residual
+        self.self_attn = Eagle3Attention(config, flags, first)
         self.mlp = LlamaMLP(config)
-        self.hidden_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = norm_or_nothing(first and flags.hidden_norm, config.hidden_size, config)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def inputs(self, embeds_BTH: Tensor, hidden_BTH: Tensor) -> Tensor:
+        """The attention's input [B, T, W]."""
+        if not self.first:
+            return self.input_layernorm(hidden_BTH)
         return torch.cat([self.input_layernorm(embeds_BTH), self.hidden_norm(hidden_BTH)], dim=-1)
 
     def finish(self, hidden_BTH: Tensor, attended_BTH: Tensor) -> Tensor:
-        hidden_BTH = hidden_BTH + attended_BTH
-        return hidden_BTH + self.mlp(self.post_attention_layernorm(hidden_BTH))
+        """The layer's output [B, T, H] from its hidden input and what its attention made of it."""
+        residual_BTH = self.hidden_norm(hidden_BTH) if self.norm_before_residual else hidden_BTH
+        out_BTH = residual_BTH + attended_BTH
+        return out_BTH + self.mlp(self.post_attention_layernorm(out_BTH))
 
 
 class Eagle3Head(nn.Module):
-    """The trainable draft head. The token embedding is the target's, attached, frozen and never saved.
+    """The draft head, a `DraftHead`; embedding and output matrix may be the target's: attached, frozen, never saved.
 
     `d2t` int64 [D] is an offset: draft id i stands for target id i + d2t[i]; `t2d` bool [V] marks those ids.
     """
 
-    def __init__(self, config: LlamaConfig) -> None:
+    first_token = 1
+
+    def __init__(self, config: LlamaConfig, flags: HeadFlags = PLAIN, feature_layers: Sequence[int] = ()) -> None:
         super().__init__()
-        self.config = config
-        H, D = config.hidden_size, config.draft_vocab_size
-        self.fc = nn.Linear(3 * getattr(config, "target_hidden_size", H), H, bias=False)
-        self.midlayer = Eagle3Layer(config)
-        self.norm = LlamaRMSNorm(H, config.rms_norm_eps)
-        self.lm_head = nn.Linear(H, D, bias=False)
-        self.rotary = LlamaRotaryEmbedding(config)
+        self.config, self.flags, self.feature_layers = config, flags, tuple(feature_layers)
+        H, D, V = config.hidden_size, config.draft_vocab_size, config.vocab_size
+        width = getattr(config, "target_hidden_size", None) or H
+        normed_parts = range(flags.features if flags.fc_norm else 0)
+        self.input_norm = norm_or_nothing(flags.norm_before_fc, flags.features * width, config)
+        self.fc_norm = nn.ModuleList(LlamaRMSNorm(width, config.rms_norm_eps) for _ in normed_parts)
+        self.fc = nn.Linear(flags.features * width, H, flags.fc_bias) if flags.features else nn.Identity()
+        self.midlayer = Eagle3Layer(config, flags)
+        others = range(1, config.num_hidden_layers)
+        self.extra_layers = nn.ModuleList(Eagle3Layer(config, flags, first=False) for _ in others)
+        self.norm = norm_or_nothing(flags.last_norm, H, config)
+        if flags.own_output:
+            self.lm_head = nn.Linear(H, D, bias=False)
+        if flags.own_embedding:
+            self.embed_tokens = nn.Embedding(V, H).requires_grad_(False)
         self.register_buffer("d2t", torch.zeros(D, dtype=torch.long))
-        self.register_buffer("t2d", torch.ones(config.vocab_size, dtype=torch.bool))
-        self._embedding: list[nn.Module] = []
+        self.register_buffer("t2d", torch.ones(V, dtype=torch.bool))
+        # What follows is in lists to stay out of the module tree: it is not saved, and no cast rounds the frequencies.
+        with torch.device("cpu"):
+            self._rotary = [LlamaRotaryEmbedding(config)]
+        self._embedding: list[nn.Module] = [self.embed_tokens] if flags.own_embedding else []
+        self._output: list[nn.Module] = [self.lm_head] if flags.own_output else []
+        self._noticed_length = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.midlayer.self_attn.q_proj.weight.dtype
+
+    def attach(self, target: nn.Module) -> "Eagle3Head":
+        """Use the target's embedding and output matrix where the head has none.
+
+        Raises InputError when their shapes are not the head's.
+        """
+        if not self.flags.own_output:
+            self._output = [self._of_my_shape(target.get_output_embeddings())]
+        return self.attach_embedding(target.get_input_embeddings())
 
     def attach_embedding(self, embedding: nn.Module) -> "Eagle3Head":
-        """Use the target's embedding module. Raises InputError when its shape is not the head's."""
-        V, H = embedding.weight.shape
+        """Use this embedding unless the head has its own. Raises InputError when its shape is not the head's."""
+        if not self.flags.own_embedding:
+            self._embedding = [self._of_my_shape(embedding)]
+        return self
+
+    def _of_my_shape(self, module: nn.Module) -> nn.Module:
+        V, H = module.weight.shape
         if (self.config.vocab_size, self.config.hidden_size) != (V, H):
             raise InputError(
                 f"drafter: made for a target of {self.config.vocab_size} tokens and width {self.config.hidden_size}, "
                 f"but this target has {V} and {H}; take the head that belongs to it"
             )
-        self._embedding = [embedding]
-        return self
+        return module
 
-    def embed(self, ids: Tensor) -> Tensor:
-        return self._embedding[0](ids).to(self.fc.weight.dtype)
+    def new_cache(self) -> Cache:
+        """See `DraftHead`."""
+        return DynamicCache()
 
-    def positions(self, hidden: Tensor, first: int, ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Rotary cosines and sines for positions first, first + 1, … (or `ids`)."""
-        ids = torch.arange(first, first + hidden.shape[1], device=hidden.device) if ids is None else ids
-        return self.rotary(hidden, ids[None])
+    def enter(self, features_BTF: Tensor) -> Tensor:
+        """See `DraftHead`: the features, normed as the head's writer did, through `fc`."""
+        features_BTF = self.input_norm(features_BTF.to(self.dtype))
+        if self.fc_norm:
+            parts = features_BTF.chunk(len(self.fc_norm), dim=-1)
+            features_BTF = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return self.fc(features_BTF)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Draft-vocabulary logits of pre-norm hidden states, float32."""
-        return self.lm_head(self.norm(hidden)).float()
+    def forward(
+        self, ids_BT: Tensor, hidden_BTH: Tensor, positions_BT: Tensor, seen_BTS: Tensor | None, cache: Cache
+    ) -> Tensor:
+        """See `DraftHead`: the last layer's output [B, T, H], before the head's norm."""
+        self._notice_length(positions_BT, cache)
+        rotation = self._rotation(hidden_BTH, positions_BT)
+        mask_B1TS = None if seen_BTS is None else seen_BTS[:, None]
+        embeds_BTH = self.embed(ids_BT)
+        for index, layer in enumerate((self.midlayer, *self.extra_layers)):
+            query, key, value = layer.self_attn.project(layer.inputs(embeds_BTH, hidden_BTH), rotation)
+            key, value = cache.update(key, value, index)
+            hidden_BTH = layer.finish(hidden_BTH, layer.self_attn.attend(query, key, value, mask_B1TS))
+        return hidden_BTH
+
+    def feedback(self, out_BTH: Tensor) -> Tensor:
+        """See `DraftHead`."""
+        return self.norm(out_BTH) if self.flags.post_norm_feedback else out_BTH
+
+    def logits(self, out_BTH: Tensor) -> Tensor:
+        """See `DraftHead`; of outputs before the head's norm."""
+        (output,) = self._output
+        return output(self.norm(out_BTH).to(output.weight.dtype)).float() * self.flags.logit_scale
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """The target's ids of draft-vocabulary ids."""
+        """See `DraftHead`."""
         return draft_ids + self.d2t[draft_ids]
 
+    def embed(self, ids: Tensor) -> Tensor:
+        (embedding,) = self._embedding
+        return embedding(ids).to(self.dtype)
+
+    def positions(self, hidden_BTH: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """Rotary cosines and sines for positions first, first + 1, …"""
+        return self._rotation(
+            hidden_BTH, torch.arange(first, first + hidden_BTH.shape[1], device=hidden_BTH.device)[None]
+        )
+
+    def _rotation(self, hidden_BTH: Tensor, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+        (rotary,) = self._rotary
+        if rotary.inv_freq.device != hidden_BTH.device:
+            rotary.to(hidden_BTH.device)
+        return rotary(hidden_BTH, positions_BT)
+
+    def _notice_length(self, positions_BT: Tensor, cache: Cache) -> None:
+        """Say once that a text is longer than the head was made for.
+
+        A position is below the number of entries cached and appended, so values are looked at only when that is large.
+        """
+        limit = self.config.max_position_embeddings
+        if self._noticed_length or cache.get_seq_length() + positions_BT.shape[1] <= limit:
+            return
+        if positions_BT.max() >= limit:
+            self._noticed_length = True
+            log.warning(
+                "drafter: a text is longer than the %d positions that the head was made for; what is decoded stays "
+                "right, but fewer drafts may be accepted",
+                limit,
+            )
+
     def save(self, folder: Path) -> None:
-        """Write config.json and model.safetensors, the published layout."""
-        state = {name: tensor.contiguous() for name, tensor in self.state_dict().items() if "rotary" not in name}
+        """Write config.json and model.safetensors, SafeAILab's layout. Raises ValueError for a head of another kind."""
+        if self.flags != PLAIN or self.extra_layers:
+            raise ValueError("only a head with SafeAILab's flags and one layer can be written in SafeAILab's layout")
+        state = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
         replace_file(folder / "model.safetensors", lambda partial: save_file(state, partial))
         rope_theta = self.config.rope_parameters["rope_theta"]  # older readers look for it at the top level
         values = self.config.to_dict() | {"architectures": ["LlamaForCausalLMEagle3"], "rope_theta": rope_theta}
+        if self.feature_layers:
+            values["eagle_aux_hidden_state_layer_ids"] = list(self.feature_layers)
         write_json(folder / "config.json", values)
-
-    @classmethod
-    def load(cls, folder: Path) -> "Eagle3Head":
-        """Read a head. Raises InputError for an absent file, a missing or unused key, or maps that disagree."""
-        values = read_json(folder / "config.json")
-        if "draft_vocab_size" not in values:
-            raise InputError(f"{folder / 'config.json'}: not an EAGLE-3 head (it has no draft_vocab_size)")
-        path = folder / "model.safetensors"
-        if not path.is_file():
-            raise InputError(f"{path}: no such file; the drafter folder holds no weights")
-        head = cls(LlamaConfig(**values))
-        try:
-            missing, unused = head.load_state_dict(load_file(path), strict=False)
-        except (RuntimeError, SafetensorError, OSError) as error:
-            raise InputError(f"{path}: its weights are unreadable or not its config's ({error})") from None
-        if missing or unused:
-            raise InputError(f"{path}: missing keys {missing}, unused keys {unused}")
-        head.check_maps(path)
-        return head.eval()
-
-    def check_maps(self, path: Path) -> None:
-        """Raises InputError unless draft ids + d2t are exactly the ids that t2d marks."""
-        ids = torch.arange(len(self.d2t)) + self.d2t
-        if not torch.equal(ids, self.t2d.nonzero().squeeze(1)):
-            raise InputError(f"{path}: d2t and t2d disagree; d2t must be the offset from draft id to target id")
-
-
-class Eagle3Drafter:
-    """Grows a tree of `steps` levels, `topk` children per node, the `topk` best nodes of a level going on."""
-
-    def __init__(self, head: Eagle3Head, feature_layers: tuple[int, ...], steps: int = 3, topk: int = 2) -> None:
-        self.head = head
-        self.feature_layers = feature_layers
-        self.steps = steps
-        self.topk = topk
-        self.cache = DynamicCache()
-
-    def reset(self) -> None:
-        self.cache = DynamicCache()
-
-    @torch.inference_mode()
-    def draft(self, ids_T: Tensor, features_nF: Tensor) -> DraftTree:
-        """See `Drafter.draft`."""
-        n = len(features_nF)
-        hidden = self.head.fc(features_nF.to(self.head.fc.weight.dtype))[None]
-        stable = self.cache.get_seq_length()
-        out = self._forward(ids_T[None, -n:], hidden, stable, self._causal(n, stable))
-        levels = self._grow(out[:, -1:], stable + n)
-        self._forget_tree(stable + n)
-        return tree_from_levels(ids_T[-1], levels)
-
-    def _grow(self, hidden_11H: Tensor, stable: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Levels of (target ids, parents, conditional probabilities), best first within each parent."""
-        k, device = self.topk, hidden_11H.device
-        conditional, draft_ids = self.head.logits(hidden_11H[0, 0]).softmax(-1).topk(k)
-        tokens = self.head.target_ids(draft_ids)
-        levels = [(tokens, torch.zeros_like(tokens), conditional)]
-        level_start, frontier, frontier_prob = 1, torch.arange(k, device=device), conditional
-        parent_hidden = hidden_11H.expand(1, k, -1)
-        seen_kM = torch.zeros(k, 0, dtype=torch.bool, device=device)  # tree entries that each frontier node sees
-        for depth in range(1, self.steps):
-            seen_kM = torch.cat([seen_kM, torch.eye(k, dtype=torch.bool, device=device)], dim=1)
-            mask = torch.cat([torch.ones(k, stable, dtype=torch.bool, device=device), seen_kM], dim=1)
-            out = self._forward(tokens[frontier][None], parent_hidden, stable + depth - 1, mask, one_position=True)
-            conditional, draft_ids = self.head.logits(out[0]).softmax(-1).topk(k)
-            parents = (level_start + frontier).repeat_interleave(k)
-            level_start += len(tokens)
-            tokens = self.head.target_ids(draft_ids.flatten())
-            levels.append((tokens, parents, conditional.flatten()))
-            frontier_prob, frontier = (frontier_prob[:, None] * conditional).flatten().topk(k)
-            parent_hidden, seen_kM = out[:, frontier // k], seen_kM[frontier // k]
-        return levels
-
-    def _forward(
-        self, ids_BT: Tensor, hidden_BTH: Tensor, first: int, mask: Tensor | None, one_position: bool = False
-    ) -> Tensor:
-        """Pre-norm output of the layer [B, T, H], appending to the cache."""
-        layer = self.head.midlayer
-        at = torch.full((hidden_BTH.shape[1],), first, device=hidden_BTH.device) if one_position else None
-        positions = self.head.positions(hidden_BTH, first, at)
-        query, key, value = layer.self_attn.project(layer.inputs(self.head.embed(ids_BT), hidden_BTH), positions)
-        key, value = self.cache.update(key, value, 0)
-        return layer.finish(hidden_BTH, layer.self_attn.attend(query, key, value, mask))
-
-    def _causal(self, n: int, stable: int) -> Tensor | None:
-        if stable == 0:
-            return None
-        device = self.head.fc.weight.device
-        return torch.ones(n, stable + n, dtype=torch.bool, device=device).tril(stable)
-
-    def _forget_tree(self, stable: int) -> None:
-        extra = self.cache.get_seq_length() - stable
-        if extra:
-            self.cache.crop(-extra)
