@@ -95,14 +95,17 @@ def generate(
     predictor: ExpertPredictor | FootprintSource | None = None,
     policy: str = "marginal",
     gamma: int = 4,
+    epsilon: float = EPSILON,
+    joint: bool = False,
     **generation_kwargs,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Decode with a loaded Transformers model and any object that has the drafter interface.
 
-    `predictor` is an `ExpertPredictor` with its embedding attached, or any footprint source; the other arguments are
-    those of `EcoSpecDecoder.generate`. For `model.generate(custom_generate=…)` there is `CustomGenerate(Method(…))`.
+    `predictor` is an `ExpertPredictor` with its embedding attached, or any footprint source; `joint`: a batch shares
+    its budget and its experts. The other arguments are those of `EcoSpecDecoder.generate`. The hook for
+    `model.generate(custom_generate=…)` is `CustomGenerate(Method(…))`.
     """
     footprints = PredictorFootprints(predictor) if isinstance(predictor, ExpertPredictor) else predictor
-    method = Method(drafter, policy, gamma, footprints=footprints)
+    method = Method(drafter, policy, gamma, epsilon, footprints, joint=joint)
     with RoutingRecorder(model) as recorder:
         return generate_with(model, method, input_ids, recorder=recorder, **generation_kwargs)[0]

@@ -7,7 +7,7 @@ Masks and cache rules are those of Transformers: `cache.get_mask_sizes` tells wh
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DummyLayer, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from ecospec.configs.errors import InputError
 from ecospec.inference.cache import RowCache, additive, seen_past
@@ -15,8 +15,9 @@ from ecospec.inference.tree import DraftTrees, ancestors_of
 
 FULL = "full_attention"
 LAYER_TYPES = {FULL, "sliding_attention", "indexed_attention"}
-TREE_CAPABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer)
-EXPERTS = ("eager", "grouped_mm")
+TREE_CAPABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, DummyLayer)
+EXPERTS = ("eager", "grouped_mm")  # these read the weights of each active expert once
+FUSED = "Mxfp4GptOssMLP"  # a block that routes inside its kernel
 
 
 def check_tree_support(model: nn.Module) -> None:
@@ -24,7 +25,7 @@ def check_tree_support(model: nn.Module) -> None:
     config = model.config.get_text_config()
     family = config.model_type
     if getattr(model, "_is_stateful", False):
-        raise InputError(f"target family {family}: recurrent layers cannot verify a tree of drafts")
+        raise InputError(f"target family {family}: its recurrent or compressed state cannot forget rejected drafts")
     unknown = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
     if unknown:
         raise InputError(f"target family {family}: cannot verify a tree in layers of type {', '.join(sorted(unknown))}")
@@ -36,18 +37,29 @@ def check_tree_support(model: nn.Module) -> None:
             "attn_implementation, or switch with model.set_attn_implementation"
         )
     check_experts(model)
+    check_kernels(model)
 
 
 def check_experts(model: nn.Module) -> None:
-    """Raises InputError for experts kernels that read weights for every token, or that recording cannot see."""
-    if model.config.get_text_config().model_type != "gpt_oss" and not hasattr(model, "get_experts_implementation"):
-        return
-    implementation = model.get_experts_implementation()
-    if isinstance(implementation, str) and implementation not in EXPERTS:
-        raise InputError(
-            f"target experts {implementation}: verification needs kernels that read each active expert once; switch "
-            f"with model.set_experts_implementation to one of {', '.join(EXPERTS)}"
-        )
+    """Raises InputError for experts kernels that read an expert's weights once for every token that uses it."""
+    for implementation in model.get_experts_implementation().values():
+        if implementation not in (None, *EXPERTS):
+            raise InputError(
+                f"target experts {implementation}: verification needs kernels that read each active expert once; load "
+                f"the model with experts_implementation {' or '.join(EXPERTS)}"
+            )
+
+
+def check_kernels(model: nn.Module) -> None:
+    """Raises InputError for MoE blocks replaced as a whole, which call neither router nor experts module."""
+    for name, module in model.named_modules():
+        if type(module).__name__ == FUSED and not getattr(module.experts, "_is_hooked", False):  # hooked: split experts
+            raise InputError(
+                f"{name}: MXFP4 kernels hide which experts run; load plain weights with --target.dequantize true, in "
+                "Python with Mxfp4Config(dequantize=True)"
+            )
+    if model.use_kernels:
+        raise InputError("use_kernels: kernels of the hub hide which experts run; load the model without them")
 
 
 def check_cache(cache: Cache, where: str = "cache") -> None:
@@ -61,8 +73,8 @@ def check_cache(cache: Cache, where: str = "cache") -> None:
 
 def check_batch(config: PreTrainedConfig) -> None:
     """Raises InputError where only one text at a time can be decoded: in a batch every layer keeps all positions."""
-    layers = DynamicCache(config=config.get_text_config()).layers
-    if any(isinstance(layer, DynamicIndexedLayer) for layer in layers):
+    config = config.get_text_config()
+    if any(isinstance(layer, DynamicIndexedLayer) for layer in DynamicCache(config=config).layers):
         raise InputError(
             f"target family {config.model_type}: sparse attention decodes one text at a time; batch size 1"
         )

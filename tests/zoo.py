@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
-VOCABULARY = 96
+from tests.tiny import VOCABULARY
+
 LAYERS = 4
 WINDOW = 8
 INDEXED = 64  # context up to which sparse attention sees everything
@@ -59,7 +60,7 @@ TREE_CAPABLE = {
     "axk1": {**LATENT, **GROUPS},
     "axk2": CHOOSING,
     "beam": {**SLIDING, **GROUPS, **SPARSE},
-    "cohere2_moe": SLIDING,
+    "cohere2_moe": {**SLIDING, "logit_scale": 1.0},
     "dbrx": {
         "d_model": 32,
         "n_heads": 4,
@@ -82,7 +83,7 @@ TREE_CAPABLE = {
         "global_head_dim": 8,
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": VOCABULARY,
-        "num_kv_shared_layers": 0,
+        "num_kv_shared_layers": 2,
     },
     "glm4_moe": GROUPS,
     "glm4_moe_lite": LATENT,
@@ -114,48 +115,49 @@ TREE_CAPABLE = {
     "qwen3_moe": {},
     "solar_open": {},
 }
-REFUSED = {  # family: what of its own it needs to be built small, and a part of the reason
-    "bailing_hybrid": ({**LATENT, "num_expert_group": 4, "topk_group": 2, "layer_group_size": 2}, "recurrent"),
-    "deepseek_v4": ({}, "compressed"),
-    "doge": ({"is_moe": True, "num_experts": 16}, "product-key"),
-    "granitemoehybrid": (
-        {**LINEAR, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8},
-        "recurrent",
-    ),
-    "jamba": (
-        {
-            **{"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
-            **{"mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False},
-        },
-        "recurrent",
-    ),
-    "jetmoe": ({"kv_channels": 8}, "sorted lists"),
-    "kimi_linear": ({**LATENT, **LINEAR, "num_expert_group": 1, "topk_group": 1}, "recurrent"),
-    "lara_mini": ({}, "recurrent"),
-    "lfm2_moe": ({"num_dense_layers": 1, "layer_types": ["conv", "full_attention"] * 2}, "conv"),
-    "llama4_text": ({"interleave_moe_layer_step": 2, "attention_chunk_size": 16}, "every token"),
-    "minimax": ({"block_size": 4}, "linear_attention"),
-    "nemotron_h": (
-        {
-            **{"layers_block_type": ["mamba", "moe", "attention", "moe"], "mamba_num_heads": 4, "mamba_head_dim": 8},
-            **{"ssm_state_size": 8, "n_groups": 2, "moe_shared_expert_intermediate_size": 16, "chunk_size": 8},
-        },
-        "recurrent",
-    ),
-    "qwen3_5_moe_text": ({**DELTA, **LINEAR}, "recurrent"),
-    "qwen3_next": ({**DELTA, **LINEAR}, "recurrent"),
-    "zaya": ({"num_experts_per_tok": 1}, "recurrent"),
+STATEFUL = {
+    "bailing_hybrid": {**LATENT, "num_expert_group": 4, "topk_group": 2, "layer_group_size": 2},
+    "deepseek_v4": {},
+    "granitemoehybrid": {**LINEAR, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 8},
+    "jamba": {
+        **{"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+        **{"mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False},
+    },
+    "kimi_linear": {**LATENT, **LINEAR, "num_expert_group": 1, "topk_group": 1},
+    "lara_mini": {},
+    "nemotron_h": {
+        **{"layers_block_type": ["mamba", "moe", "attention", "moe"], "mamba_num_heads": 4, "mamba_head_dim": 8},
+        **{"ssm_state_size": 8, "n_groups": 2, "moe_shared_expert_intermediate_size": 16, "chunk_size": 8},
+    },
+    "qwen3_5_moe_text": {**DELTA, **LINEAR},
+    "qwen3_next": {**DELTA, **LINEAR},
+    "zaya": {"num_experts_per_tok": 1},
 }
+OTHERS = {
+    "doge": {"is_moe": True, "num_experts": 16},
+    "jetmoe": {"kv_channels": 8},
+    "lfm2_moe": {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"] * 2},
+    "llama4_text": {"interleave_moe_layer_step": 2, "attention_chunk_size": 16},
+    "minimax": {"block_size": 4},
+}
+REFUSED = {  # a part of the reason
+    **dict.fromkeys(STATEFUL, "recurrent or compressed state"),
+    "doge": "product-key memories",
+    "jetmoe": "its experts take sorted lists",
+    "lfm2_moe": "layers of type conv",
+    "llama4_text": "its experts run on every token",
+    "minimax": "layers of type linear_attention",
+}
+OWN = {**TREE_CAPABLE, **STATEFUL, **OTHERS}  # what each family needs besides the common sizes
 
 
 def zoo_config(family: str, **overrides: object) -> PreTrainedConfig:
     """A small configuration of `family`, whichever names it has for its sizes."""
-    own = TREE_CAPABLE[family] if family in TREE_CAPABLE else REFUSED[family][0]
     kind = CONFIG_MAPPING[family]
     aliases = getattr(kind, "attribute_map", None) or {}
     known = set(kind().to_dict()) | set(aliases)
     common = {name: value for name, value in COMMON.items() if name in known and aliases.get(name) not in COMMON}
-    return kind(**{**common, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0, **own, **overrides})
+    return kind(**{**common, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0, **OWN[family], **overrides})
 
 
 @torch.no_grad()

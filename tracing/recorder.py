@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from ecospec.configs.errors import DamageError
 from ecospec.tracing.routers import MoeSite, find_sites
 
+NO_EXPERT = -1  # stands for an expert without weights, which passes a token on and costs nothing
+
 
 class RoutingRecorder:
     """While entered, keeps the ids each MoE layer computes with, as executed (not sorted); the hooks copy nothing.
@@ -44,6 +46,8 @@ class RoutingRecorder:
     def experts(self, expected_rows: int | None = None) -> Tensor:
         """int64 [T, L, K]: the ids of all forward passes since entry or the last `take`, one pass after the other.
 
+        `NO_EXPERT` where a token was routed to an expert without weights, which only LongCat has.
+
         Raises DamageError when a MoE layer did not run, when layers saw different numbers of tokens, or when the
         number of tokens is not `expected_rows`.
         """
@@ -55,7 +59,10 @@ class RoutingRecorder:
                 raise DamageError(f"{site.name}: routed {count} tokens where {self._sites[0].name} routed {rows[0]}")
         if expected_rows is not None and rows[0] != expected_rows:
             raise DamageError(f"recorded the routing of {rows[0]} tokens where {expected_rows} were expected")
-        return torch.stack([torch.cat(record) for record in self._records], dim=1)
+        experts_TLK = torch.stack([torch.cat(record) for record in self._records], dim=1)
+        if getattr(self._sites[0].module, "zero_expert_num", 0):
+            experts_TLK = experts_TLK.masked_fill(experts_TLK >= self._sites[0].num_experts, NO_EXPERT)
+        return experts_TLK
 
     def take(self, expected_rows: int | None = None) -> Tensor:
         """As `experts`, and forget them."""

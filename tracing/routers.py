@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from ecospec.configs.errors import InputError
 
 ID_ARGUMENTS = ("top_k_index", "router_indices")
-TOP_K_NAMES = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
+TOP_K_NAMES = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
 REFUSED = {
     "llama4": "its experts run on every token, so routing changes no cost",
     "llama4_text": "its experts run on every token, so routing changes no cost",
@@ -36,6 +36,7 @@ class MoeSite:
 
     @property
     def num_experts(self) -> int:
+        """Experts with weights: ids from here on mean that a token passes unchanged (LongCat)."""
         return int(getattr(self.module, "num_routed_experts", None) or self.module.num_experts)
 
 
@@ -53,6 +54,7 @@ def find_sites(model: nn.Module) -> list[MoeSite]:
 def top_k_of(config: PreTrainedConfig) -> int:
     """K, experts per token, under whichever name the family keeps it. Raises InputError when none is set."""
     values = config.get_text_config().to_dict()
+    values.update(values.get("ffn_config") or {})  # where DBRX keeps it
     attribute_map = getattr(config.get_text_config(), "attribute_map", None) or {}
     for name in TOP_K_NAMES:
         value = values.get(name, values.get(attribute_map.get(name, name)))
