@@ -1,4 +1,4 @@
-"""`ecospec-decode`: check, generate, eval, report."""
+"""`ecospec-decode`: check, generate, eval, record, replay, report."""
 
 import sys
 from collections.abc import Sequence
@@ -56,6 +56,20 @@ def evaluate(config: DecodeConfig) -> None:
     print(run_eval(config, _output(config)))
 
 
+def record(config: DecodeConfig) -> None:
+    from ecospec.inference.offline import run_record
+
+    _prepare_process(config)
+    print(run_record(config, _output(config)))
+
+
+def replay(config: DecodeConfig) -> None:
+    from ecospec.inference.offline import run_replay
+
+    _prepare_process(config)
+    print(run_replay(config, _output(config)))
+
+
 def report(config: DecodeConfig, folders: list[str]) -> None:
     from ecospec.inference.report import write_report
 
@@ -71,6 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             cli.Subcommand("check", "see whether target, drafter and predictor fit, without loading weights", check),
             cli.Subcommand("generate", "text in, text out", generate),
             cli.Subcommand("eval", "compare methods on prompts; writes a run folder", evaluate),
+            cli.Subcommand("record", "note along plain decoding's texts what any selection would get", record),
+            cli.Subcommand("replay", "every policy, footprint source and γ on recorded trees; no target", replay),
             cli.Subcommand("report", "tables and plots of run folders as HTML, Markdown and CSV", report, folders="+"),
         ],
         argv,

@@ -77,6 +77,8 @@ class DecodeConfig(PromptConfig):
     """Methods that `eval` and `check` go through; `eval` needs a plain one (`drafter: none`)."""
     traces: str | None = None
     """Trace folder from which the footprints `frequency` and `token` are counted."""
+    trees: str | None = None
+    """Folder that `record` wrote, or its tree file, for `replay`."""
     temperature: list[float] = field(default_factory=lambda: [0.0])
     """Temperatures; 0 is greedy."""
     max_new_tokens: int = 64

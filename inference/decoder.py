@@ -142,7 +142,7 @@ class SpeculativeLoop:
             experts_BNLK = self.recorder.take().unflatten(0, trees.tokens_BN.shape)
         with clock.phase("accept"):
             walks = walk(trees, out.logits, rows)
-            self.cache.keep([step.kept for step in walks], trees.width)
+            self.cache.keep([step.kept[: len(step.emitted)] for step in walks], trees.width)
             advanced = self._advance(live, walks, out, [step.kept for step in walks])
         emitted, verified = [step.uncut for step in walks], [step.verified for step in walks]
         clock.stop()

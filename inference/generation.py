@@ -12,6 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedTokenizerBase
+from transformers.generation.logits_process import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+)
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -45,6 +50,11 @@ REFUSED = {  # option of GenerationConfig: the values that change nothing
     "output_attentions": (False, None),
     "output_hidden_states": (False, None),
 }
+KNOW_THEIR_ROW = (  # processors that are given all texts of a batch when they are made
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+)
 
 
 @dataclass(frozen=True)
@@ -78,18 +88,22 @@ def generate_with(
     `input_ids` int64 [B, T], left-padded where `attention_mask` is 0. `generators`: one a text, by default the global
     one for a single text, and for a batch one a text seeded from it. Raises InputError for what is not supported.
     """
-    input_ids, mask_BT = _checked(input_ids, attention_mask, model.device)
     options = {"generation_config": generation_config, **generation_kwargs}
+    input_ids, mask_BT = _checked(input_ids, attention_mask, model, options)
     _stop_strings(options, model, tokenizer, stop_strings)
     refuse_unsupported(model, options)
+    if len(input_ids) > 1 and (options.get("cache") or options.get("past_key_values")) is not None:
+        raise InputError("cache: a batch is decoded with its own; leave it out")
     if streamer is not None:
         if len(input_ids) > 1:
             raise InputError("streamer: it takes one text; decode a batch without it")
         streamer.put(input_ids.cpu())
     loop = SpeculativeLoop(model, method, recorder, streamer.put if streamer else lambda tokens: None)
     starts = (1 - mask_BT.long()).sum(1).tolist()
-    prepared = [_prepare(model, ids_T[None, start:], options) for ids_T, start in zip(input_ids, starts, strict=True)]
-    rows = [_row(one, generator) for one, generator in zip(prepared, _generators(generators, input_ids), strict=True)]
+    texts = [ids_T[None, start:] for ids_T, start in zip(input_ids, starts, strict=True)]
+    prepared = [_prepare(model, ids_1T, options, number) for number, ids_1T in enumerate(texts)]
+    drawn_from = _generators(generators, input_ids, prepared[0].generation_config)
+    rows = [_row(one, generator) for one, generator in zip(prepared, drawn_from, strict=True)]
     out = run(loop, rows, prepared, input_ids)
     if streamer is not None:
         streamer.end()
@@ -110,14 +124,18 @@ class CustomGenerate:
         self, model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """The ids, as any decoding method of Transformers returns them."""
-        refuse_unsupported(model, {"generation_config": generation_config})
+        refuse_unsupported(model, vars(generation_config))
         mask = model_kwargs.get("attention_mask")
-        input_ids, mask_BT = _checked(input_ids, mask, model.device)
+        mask = torch.ones_like(input_ids) if mask is None else mask  # it has been inferred already
+        input_ids, mask_BT = _checked(input_ids, mask, model, {})
+        for processor in logits_processor if len(input_ids) > 1 else ():
+            if isinstance(processor, KNOW_THEIR_ROW):
+                raise InputError(f"{type(processor).__name__} in a batch: use ecospec.inference.generate")
         cache = model_kwargs.get("cache")
         one = Prepared(input_ids, logits_processor, stopping_criteria, generation_config, cache, mask)
-        picker = [_row(one, generator).picker for generator in _generators(None, input_ids)]
+        pickers = [_row(one, generator).picker for generator in _generators(None, input_ids, generation_config)]
         paddings = (1 - mask_BT.long()).sum(1).tolist()
-        rows = [Row(*row) for row in zip(input_ids, picker, paddings, strict=True)]
+        rows = [Row(*row) for row in zip(input_ids, pickers, paddings, strict=True)]
         with RoutingRecorder(model) as recorder:
             loop = SpeculativeLoop(model, self.method, recorder)
             out = run(loop, rows, [one] * len(rows), input_ids)
@@ -151,18 +169,16 @@ def run(
         return sequences
     if len(rows) > 1:
         return GenerateDecoderOnlyOutput(sequences=sequences)
-    cache.crop(sequences.shape[1] - 1 - int(cache.get_seq_length()))  # a text that ends inside a step
     return GenerateDecoderOnlyOutput(sequences=sequences, cache=cache)
 
 
 def refuse_unsupported(model: nn.Module, options: dict) -> None:
     """Raises InputError naming each option of `generate` that this decoder cannot honour."""
-    config = options.get("generation_config") or model.generation_config
     for name, harmless in REFUSED.items():
-        value = options.get(name, getattr(config, name, None))
+        value = _option(model, options, name)
         if value not in harmless:
             raise InputError(f"{name}={value}: speculative decoding does not support it; leave it out")
-    watermark = options.get("watermarking_config", getattr(config, "watermarking_config", None))
+    watermark = _option(model, options, "watermarking_config")
     if type(watermark).__name__ == "SynthIDTextWatermarkingConfig":
         raise InputError("watermarking_config: SynthID keeps state between tokens, which speculation would disturb")
     for name in ("assistant_model", "custom_generate", "inputs_embeds", "negative_prompt_ids", "synced_gpus"):
@@ -170,12 +186,24 @@ def refuse_unsupported(model: nn.Module, options: dict) -> None:
             raise InputError(f"{name}: speculative decoding does not support it; leave it out")
 
 
-def _checked(input_ids: Tensor, attention_mask: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
+def _option(model: nn.Module, options: dict, name: str) -> object:
+    """What `generate` takes: the argument, else the given configuration's value, else the model's."""
+    if name in options:
+        return options[name]
+    value = getattr(options.get("generation_config"), name, None)
+    return getattr(model.generation_config, name, None) if value is None else value
+
+
+def _checked(
+    input_ids: Tensor, attention_mask: Tensor | None, model: nn.Module, options: dict
+) -> tuple[Tensor, Tensor]:
     """Ids and mask [B, T] on the model's device. Raises InputError for another shape, or padding that is not left."""
     if input_ids.dim() != 2 or 0 in input_ids.shape:
         raise InputError(f"input_ids of shape {list(input_ids.shape)}: give token ids as [B, T], at least one token")
-    input_ids = input_ids.to(device)
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(device).long()
+    input_ids = input_ids.to(model.device)
+    if attention_mask is None:
+        attention_mask = _inferred_mask(model, input_ids, options)
+    mask = attention_mask.to(model.device).long()
     if mask.shape != input_ids.shape:
         raise InputError(f"attention_mask of shape {list(mask.shape)}: give one entry a token, {list(input_ids.shape)}")
     if not bool((mask.sort(1).values == mask).all() and mask[:, -1].all()):
@@ -185,9 +213,20 @@ def _checked(input_ids: Tensor, attention_mask: Tensor | None, device: torch.dev
     return input_ids, mask
 
 
-def _prepare(model: nn.Module, ids_1T: Tensor, options: dict) -> Prepared:
-    """Let `model.generate` prepare one text as it would for any decoding method."""
+def _inferred_mask(model: nn.Module, input_ids: Tensor, options: dict) -> Tensor:
+    """The mask that Transformers infers: pad tokens are padding unless they may also end a text."""
+    pad, eos = _option(model, options, "pad_token_id"), _option(model, options, "eos_token_id")
+    if pad is None or pad in (eos if isinstance(eos, list) else [eos]):
+        return torch.ones_like(input_ids)
+    return input_ids != pad
+
+
+def _prepare(model: nn.Module, ids_1T: Tensor, options: dict, number: int) -> Prepared:
+    """Let `model.generate` prepare one text, the batch's `number`-th, as it would for any decoding method."""
     caught = []
+    allowed = options.get("prefix_allowed_tokens_fn")
+    if allowed is not None:
+        options = {**options, "prefix_allowed_tokens_fn": lambda _, ids_T: allowed(number, ids_T)}
 
     def catch(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs) -> Tensor:
         parts = (input_ids, logits_processor, stopping_criteria, generation_config)
@@ -203,14 +242,16 @@ def _row(prepared: Prepared, generator: torch.Generator | None) -> Row:
     return Row(prepared.input_ids[0], Picker(*parts, generator))
 
 
-def _generators(given: Sequence[torch.Generator] | None, input_ids: Tensor) -> list[torch.Generator | None]:
-    """One a text. Raises InputError when their number is not the texts'."""
+def _generators(
+    given: Sequence[torch.Generator] | None, input_ids: Tensor, config: GenerationConfig
+) -> list[torch.Generator | None]:
+    """One a text; greedy decoding draws nothing. Raises InputError when their number is not the texts'."""
     if given is not None:
         if len(given) != len(input_ids):
             raise InputError(f"generators: {len(given)} for {len(input_ids)} texts; give one a text")
         return list(given)
-    if len(input_ids) == 1:
-        return [None]
+    if len(input_ids) == 1 or not config.do_sample:
+        return [None] * len(input_ids)
     seeds = torch.randint(2**62, (len(input_ids),)).tolist()
     return [torch.Generator(input_ids.device).manual_seed(seed) for seed in seeds]
 

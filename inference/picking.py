@@ -2,7 +2,8 @@
 
 The walk follows the child that equals the target's own choice. Its shapes do not depend on what is chosen: on a GPU it
 runs to the tree's depth and is read once, draws past the accepted path being taken back. Where reading costs nothing
-(CPU), and where a processor or criterion is not Transformers' own and might keep state, it stops with the path.
+(CPU), and where a processor or criterion is not Transformers' own and might keep state, it stops with the path. What
+might keep state is shown no more of a text than plain decoding shows it.
 
 Letters: B texts, N nodes of a pass (root first), V vocabulary, T tokens of a text.
 """
@@ -75,7 +76,7 @@ class Walk:
     """One text's way down its tree.
 
     `emitted`: tokens, cut where the text ends; `kept`: nodes of the accepted path, root first; `uncut`: tokens had the
-    text not ended; `verified`: real nodes of its tree.
+    text not ended (unless something keeps state); `verified`: real nodes of its tree.
     """
 
     emitted: list[int]
@@ -85,12 +86,18 @@ class Walk:
     verified: int
 
 
+def reading_is_free(device: torch.device) -> bool:
+    """A GPU's values are waited for."""
+    return device.type == "cpu"
+
+
 def walk(trees: DraftTrees, logits_BNV: Tensor, rows: list[Row]) -> list[Walk]:
     """Follow the target's own choices down the trees; the rows' texts grow by what was emitted."""
     device, index_B = logits_BNV.device, torch.arange(len(rows), device=logits_BNV.device)
-    reads_each = device.type == "cpu" or any(row.picker.keeps_state for row in rows)
+    reads_each = reading_is_free(device) or any(row.picker.keeps_state for row in rows)
     node_B, alive_B = torch.zeros_like(index_B), torch.ones_like(index_B, dtype=torch.bool)
     texts = [row.ids_T[None] for row in rows]
+    stops_B = torch.tensor([row.picker.keeps_state for row in rows], device=device)
     alive, levels, states = [True] * len(rows), [], []
     for _ in range(trees.depth_limit + 1):
         logits_BV = logits_BNV[index_B, node_B]
@@ -98,7 +105,7 @@ def walk(trees: DraftTrees, logits_BNV: Tensor, rows: list[Row]) -> list[Walk]:
         levels.append(torch.stack([token_B, node_B, alive_B.long(), ended_B.long()]))
         states.append(state)
         child_BN = (trees.parents_BN == node_B[:, None]) & (trees.tokens_BN == token_B[:, None]) & trees.real_BN
-        node_B, alive_B = child_BN.int().argmax(1), alive_B & child_BN.any(1)
+        node_B, alive_B = child_BN.int().argmax(1), alive_B & child_BN.any(1) & ~(stops_B & ended_B)
         if reads_each:
             alive = alive_B.tolist()
             if not any(alive):

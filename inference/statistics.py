@@ -77,7 +77,8 @@ class Step:
         pairs = zip(self.experts_BNLK, self.verified, strict=True)
         experts_XLK = torch.cat([experts_NLK[:count] for experts_NLK, count in pairs])
         sorted_LM = experts_XLK.transpose(0, 1).flatten(1).sort(1).values
-        return (1 + (sorted_LM[:, 1:] != sorted_LM[:, :-1]).sum(1)).tolist()
+        real_L = (sorted_LM[:, 0] >= 0).long()  # -1: a weightless expert, which reads nothing
+        return (real_L + (sorted_LM[:, 1:] != sorted_LM[:, :-1]).sum(1)).tolist()
 
 
 @dataclass

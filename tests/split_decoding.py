@@ -18,7 +18,7 @@ from transformers.distributed import DistributedConfig
 from ecospec.inference.decoder import Method
 from ecospec.inference.generation import generate_with
 from ecospec.tracing.recorder import RoutingRecorder
-from tests.test_decoder import GREEDY, NoisyOracle
+from tests.stand_ins import GREEDY, NoisyOracle
 
 PLANS = {
     "tensor": {"tp_plan": "auto"},

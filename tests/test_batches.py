@@ -4,13 +4,16 @@ import itertools
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
-from ecospec.inference import Method, generate
+from ecospec.inference import Method, generate, picking
+from ecospec.inference.drafters.eagle3 import Eagle3Head
+from ecospec.inference.drafters.growth import TreeDrafter
 from ecospec.inference.evaluate import left_padded
 from ecospec.inference.generation import CustomGenerate
 from ecospec.inference.selection import choose
 from ecospec.inference.tree import DraftTree, tree_from_levels
-from tests.test_decoder import GREEDY, SAMPLED, HashedFootprints
+from tests.stand_ins import GREEDY, SAMPLED, EmptyDrafter, HashedFootprints, tiny_predictor
 from tests.tiny import VOCABULARY, tiny_model
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3")  # gpt_oss here has a sliding window of 8
@@ -59,11 +62,20 @@ def followers(texts: list[torch.Tensor], answers: list[list[int]]) -> dict[int, 
 def together(model, texts, drafter, joint=False, **options):
     ids_BT, mask_BT = left_padded(texts)
     generators = [torch.Generator().manual_seed(100 + row) for row in range(len(texts))]
-    method = {"drafter": drafter, "predictor": HashedFootprints(), "joint": joint}
-    settings = {"max_new_tokens": NEW_TOKENS, "pad_token_id": 0, **options}
-    out = generate(model, ids_BT, attention_mask=mask_BT, generators=generators, **method, **settings)
+    method = {"drafter": drafter, "predictor": HashedFootprints(), "joint": joint, "generators": generators}
+    settings = {"max_new_tokens": NEW_TOKENS, "pad_token_id": 0, **method, **options}
+    out = generate(model, ids_BT, attention_mask=mask_BT, **settings)
     assert torch.equal(out[:, : ids_BT.shape[1]], ids_BT)
     return out[:, ids_BT.shape[1] :].tolist()
+
+
+def eagle_head(model):
+    """A random EAGLE-3 head for `model`, fed three of its layers."""
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, vocab_size=VOCABULARY, draft_vocab_size=VOCABULARY, max_position_embeddings=256)
+    head = Eagle3Head(config, feature_layers=(1, 2, 3)).eval().requires_grad_(False)
+    return head.attach_embedding(model.get_input_embeddings())
 
 
 def padded(answers: list[list[int]]) -> list[list[int]]:
@@ -107,53 +119,129 @@ def test_a_left_padded_batch_through_the_hook_is_what_generate_gives():
     assert len(hook.last_run.new_by_row) == 4
 
 
-def forest_by_hand(parents, prob, footprints, gamma):
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_neural_drafters_and_predictors_keep_the_texts_of_a_batch_apart(family, options):
+    model, texts = tiny_model(family, 5), texts_of(4, 5)
+    ends = [
+        alone(model, ids_T, 100 + row, eos_token_id=None, **options)[4 + 5 * row] for row, ids_T in enumerate(texts)
+    ]
+    options = {**options, "eos_token_id": ends}
+    answers = [alone(model, ids_T, 100 + row, **options) for row, ids_T in enumerate(texts)]
+    assert len({len(answer) for answer in answers}) > 1
+    for joint in (False, True):
+        drafter, predictor = TreeDrafter(eagle_head(model), 3, 2), tiny_predictor(model.get_input_embeddings())
+        assert together(model, texts, drafter, joint, predictor=predictor, **options) == padded(answers)
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_texts_that_end_with_their_first_token_leave_the_others_alone(joint):
+    model, texts = tiny_model("qwen3_moe", 1), texts_of(4, 1)
+    firsts = [alone(model, ids_T, 0, **GREEDY)[0] for ids_T in texts]
+    for ends in ([firsts[0]], [firsts[3], firsts[1]], firsts):
+        options = {**GREEDY, "eos_token_id": ends}
+        answers = [alone(model, ids_T, 0, **options) for ids_T in texts]
+        assert min(map(len, answers)) == 1
+        for drafter in (EmptyDrafter(), HashedDrafter(followers(texts, answers))):
+            assert together(model, texts, drafter, joint, **options) == padded(answers)
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_equal_texts_with_equal_seeds_stay_equal(options):
+    model, ids_T = tiny_model("deepseek_v3", 3), texts_of(2, 3)[1]
+    model.generation_config.eos_token_id = None
+    answer = alone(model, ids_T, 7, **options)
+    drafter = HashedDrafter(followers([ids_T], [answer]))
+    for joint in (False, True):
+        same = [torch.Generator().manual_seed(7) for _ in range(4)]
+        assert together(model, [ids_T] * 4, drafter, joint, generators=same, **options) == [answer] * 4
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_a_greedy_batch_is_padded_as_stock_generate_pads_it(count):
+    model, texts = tiny_model("qwen3_moe", 6), texts_of(count, 6)
+    ids_BT, mask_BT = left_padded(texts)
+    ends = [alone(model, ids_T, 0, **GREEDY)[3 + row] for row, ids_T in enumerate(texts)]
+    options = {"attention_mask": mask_BT, "max_new_tokens": NEW_TOKENS, "eos_token_id": ends, **GREEDY}
+    for pad in (0, 77, None):  # None: the first end token
+        model.generation_config.pad_token_id = None
+        expected = model.generate(ids_BT, pad_token_id=pad, **options)
+        assert torch.equal(
+            generate(model, ids_BT, drafter=EmptyDrafter(), policy="confidence", **options, pad_token_id=pad), expected
+        )
+    assert (expected[:, -1] == ends[0]).any()
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("count", [1, 4])
+def test_reading_a_step_once_as_a_gpu_wants_it_gives_the_same_texts(options, count, monkeypatch):
+    model, texts = tiny_model("qwen3_moe", 4), texts_of(4, 4)[-count:]
+    texts_to_cut = [alone(model, ids_T, 100 + row, eos_token_id=None, **options) for row, ids_T in enumerate(texts)]
+    options = {**options, "eos_token_id": [texts_to_cut[0][13], texts_to_cut[-1][9]], "repetition_penalty": 1.1}
+    drafter, states = HashedDrafter(followers(texts, texts_to_cut)), []
+    for free in (True, False):
+        monkeypatch.setattr(picking, "reading_is_free", lambda device, free=free: free)
+        generators = [torch.Generator().manual_seed(100 + row) for row in range(count)]
+        out = together(model, texts, drafter, generators=generators, **options)
+        states.append((out, [generator.get_state().tolist() for generator in generators]))
+    assert states[0] == states[1]
+
+
+def forest_by_hand(parents, prob, real, footprints, gamma, score):
     """Joint selection with Python sets: all roots, then the best node of any tree against one shared buffer."""
     B, N = parents.shape
-    pairs = {(b, n): {tuple(p) for p in footprints[b, n].nonzero().tolist()} for b in range(B) for n in range(N)}
-    depth = {(b, 0): 0 for b in range(B)}
-    for b in range(B):
-        for n in range(1, N):
-            depth[b, n] = depth[b, int(parents[b, n])] + 1
+    nodes = [(b, n) for b in range(B) for n in range(N) if real[b, n]]
+    pairs = {node: {tuple(pair) for pair in footprints[node].nonzero().tolist()} for node in nodes}
+    parent_of = {(b, n): (b, int(parents[b, n])) for b, n in nodes if n}
+
+    def path(node):
+        return [node] if node[1] == 0 else [*path(parent_of[node]), node]
+
     chosen = {(b, 0) for b in range(B)}
-    buffer = set().union(*(pairs[node] for node in chosen))
     while len(chosen) < min(gamma, N) * B:
-        candidates = [(b, n) for b, n in pairs if (b, n) not in chosen and (b, int(parents[b, n])) in chosen]
+        buffer = set().union(*(pairs[node] for node in chosen))
+        on_path = {node: set().union(*(pairs[step] for step in path(node))) for node in nodes}
+        candidates = [node for node in nodes if node not in chosen and parent_of[node] in chosen]
         if not candidates:
             break
+        cost = {node: {"marginal": pairs[node] - buffer, "global": on_path[node]}.get(score) for node in candidates}
 
-        def key(node, covered=buffer):
-            score = prob[node] / (torch.tensor(float(len(pairs[node] - covered))) + 1e-6)
-            return (score, -depth[node], -node[0] * N - node[1])
+        def rank(node, cost=cost):
+            weight = torch.tensor(1.0 if cost[node] is None else len(cost[node]) + 1e-6)
+            return (prob[node] / weight, -len(path(node)), -node[0] * N - node[1])
 
-        best = max(candidates, key=key)
-        chosen.add(best)
-        buffer = buffer | pairs[best]
+        chosen.add(max(candidates, key=rank))
     return chosen
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_joint_selection_takes_all_roots_then_the_best_node_of_any_text(seed):
+def random_forest(seed, B=3, N=7):
     generator = torch.Generator().manual_seed(seed)
-    B, N, gamma = 3, 7, 3
-    parents = torch.tensor([[-1] + [int(torch.randint(n, (), generator=generator)) for n in range(1, N)]] * B)
-    prob = torch.ones(B, N)
-    for n in range(1, N):
-        prob[:, n] = prob[torch.arange(B), parents[:, n]] * torch.rand(B, generator=generator)
-    footprints = torch.rand(B, N, 2, 5, generator=generator) < 0.4
-    real = torch.ones(B, N, dtype=torch.bool)
-    chosen = choose(parents, prob, real, footprints, "marginal", gamma, joint=True)
-    assert {tuple(node) for node in chosen.nonzero().tolist()} == forest_by_hand(parents, prob, footprints, gamma)
+    parents, prob = torch.full((B, N), -1), torch.ones(B, N)
+    for b in range(B):
+        for n in range(1, N):
+            parents[b, n] = torch.randint(n, (), generator=generator)
+            step = torch.tensor([1.0, 0.5, 0.9, 0.3])[torch.randint(4, (), generator=generator)]  # ties too
+            prob[b, n] = prob[b, parents[b, n]] * step
+    real = torch.arange(N) < torch.randint(1, N + 1, (B, 1), generator=generator)
+    return parents, prob, real, torch.rand(B, N, 2, 5, generator=generator) < 0.4
 
 
 @pytest.mark.parametrize("policy", ["confidence", "marginal", "global"])
-@pytest.mark.parametrize("joint", [False, True])
-def test_selection_compiles_whole_and_chooses_the_same(policy, joint):
-    generator = torch.Generator().manual_seed(0)
-    parents = torch.tensor([[-1, 0, 0, 1, 1, 2, 3]] * 2)
-    prob = torch.rand(2, 7, generator=generator).cummin(1).values
-    footprints = torch.rand(2, 7, 2, 5, generator=generator) < 0.4
-    real = torch.ones(2, 7, dtype=torch.bool)
-    arguments = (parents, prob, real, footprints, policy, 4)
-    compiled = torch.compile(choose, fullgraph=True, backend="eager")
-    assert torch.equal(compiled(*arguments, joint=joint), choose(*arguments, joint=joint))
+@pytest.mark.parametrize("seed", range(12))
+def test_joint_selection_takes_all_roots_then_the_best_node_of_any_text(seed, policy):
+    parents, prob, real, footprints = random_forest(seed)
+    for gamma in range(1, 9):
+        chosen = choose(parents, prob, real, footprints, policy, gamma, joint=True)
+        expected = forest_by_hand(parents, prob, real, footprints, gamma, policy)
+        assert {tuple(node) for node in chosen.nonzero().tolist()} == expected
+        assert chosen[:, 0].all() and not (chosen & ~real).any()
+        assert int(chosen.sum()) == min(min(gamma, 7) * 3, int(real.sum()))
+        assert all(chosen[b, parents[b, n]] for b, n in chosen.nonzero().tolist() if n)
+
+
+def test_a_shared_budget_goes_to_the_text_with_the_better_drafts_and_a_shared_expert_is_paid_once():
+    parents, prob = torch.tensor([[-1, 0, 1, 2]] * 2), torch.tensor([[1.0, 0.9, 0.8, 0.7], [1.0, 0.1, 0.05, 0.02]])
+    real, footprints = torch.ones(2, 4, dtype=torch.bool), torch.zeros(2, 4, 1, 6, dtype=torch.bool)
+    assert choose(parents, prob, real, footprints, "confidence", 2, joint=True).sum(1).tolist() == [3, 1]
+    footprints[0, 1, 0, :3] = footprints[1, 0, 0, :3] = True  # text 1's root covers what text 0's draft needs
+    assert choose(parents, prob, real, footprints, "marginal", 2, joint=True)[0].tolist() == [True, True, True, False]

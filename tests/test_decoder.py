@@ -9,68 +9,16 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, Stopping
 from ecospec.configs.errors import InputError
 from ecospec.inference import generate
 from ecospec.inference.decoder import Method
-from ecospec.inference.footprints import as_footprints
 from ecospec.inference.generation import CustomGenerate, generate_with
 from ecospec.inference.picking import Picker, Row, walk
 from ecospec.inference.selection import POLICIES
-from ecospec.inference.tree import DraftTree, root_only, stack, tree_from_levels
+from ecospec.inference.tree import DraftTree, stack
 from ecospec.tracing.recorder import RoutingRecorder
+from tests.stand_ins import GREEDY, SAMPLED, EmptyDrafter, HashedFootprints, NoisyOracle
 from tests.tiny import VOCABULARY, tiny_model
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
 NEW_TOKENS = 60
-GREEDY = {"do_sample": False}
-SAMPLED = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-
-
-class NoisyOracle:
-    """Drafts the true continuation with probability `skill` per level, beside a wrong token; 3 levels, top-2."""
-
-    feature_layers = (2,)
-
-    def __init__(self, truth: list[int], skill: float, seed: int = 0) -> None:
-        self.truth, self.skill, self.seed = truth, skill, seed
-
-    def reset(self) -> None:
-        self.generator = torch.Generator().manual_seed(self.seed)
-        self.seen = 0
-
-    def draft(self, ids_T, features_nF):
-        self.seen += len(features_nF)
-        assert self.seen == len(ids_T) - 1, "features of every token before the root, once each"
-        levels, parent = [], 0
-        for depth in range(3):
-            at = len(ids_T) + depth
-            good = self.truth[at] if at < len(self.truth) else 5
-            if torch.rand((), generator=self.generator) > self.skill:
-                good = (good + 1) % VOCABULARY
-            bad = (good + 7) % VOCABULARY
-            pair = [good, bad] if torch.rand((), generator=self.generator) < 0.5 else [bad, good]
-            parents = torch.tensor([parent, parent])
-            levels.append((torch.tensor(pair), parents, torch.tensor([0.6, 0.3])))
-            parent = 1 + 2 * depth + pair.index(good)
-        return tree_from_levels(ids_T[-1], levels)
-
-
-class EmptyDrafter:
-    feature_layers = ()
-
-    def reset(self) -> None: ...
-
-    def draft(self, ids_T, features_nF):
-        return root_only(ids_T[-1])
-
-
-class HashedFootprints:
-    """Experts that depend on the token id alone."""
-
-    def reset(self, rows) -> None: ...
-
-    def keep_rows(self, rows) -> None: ...
-
-    def footprints(self, texts, trees):
-        first = torch.stack([trees.tokens_BN % 8, (trees.tokens_BN // 8 + 1) % 8], dim=-1)
-        return as_footprints(first[..., None, :].expand(-1, -1, 3, -1).contiguous(), 8)
 
 
 def plain(model, ids, seed, **options):

@@ -301,3 +301,23 @@ def test_widening_keeps_the_function(lab):
     wide = load_target(TargetConfig(name=str(lab.target), dtype="float32", expert_mib=0.05)).model
     assert wide.model.layers[0].mlp.experts.down_proj.shape[2] > 100
     torch.testing.assert_close(wide(ids).logits, plain, atol=1e-4, rtol=1e-4)
+
+
+def test_recorded_trees_are_replayed_without_the_target(lab, tmp_path, capsys):
+    shared = [
+        "--target",
+        str(lab.target),
+        "--drafter",
+        str(lab.root / "head"),
+        "--predictor",
+        str(lab.root / "predictor"),
+    ]
+    prompts = ["--prompts", str(lab.prompts), "--samples", "2", "--max-new-tokens", "8"]
+    assert main(["record", *shared, *prompts, "--output", str(tmp_path / "trees")]) == 0
+    assert main(["replay", "--trees", str(tmp_path / "trees"), "--output", str(tmp_path / "replayed")]) == 0
+    runs = json.loads((tmp_path / "replayed" / "results.json").read_text())["runs"]
+    assert {run["selection"] for run in runs} == {"confidence", "marginal", "global"}
+    assert {run["footprints"] for run in runs} == {None, "oracle", "predictor"}
+    assert "| 4 | marginal/predictor |" in capsys.readouterr().out
+    assert main(["replay", "--output", str(tmp_path / "other")]) == 2
+    assert "--trees: not given" in capsys.readouterr().err

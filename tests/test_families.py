@@ -5,6 +5,7 @@ from functools import cache
 import pytest
 import torch
 from torch import nn
+from transformers import DynamicCache
 
 from ecospec.configs.errors import InputError
 from ecospec.inference import generate
@@ -15,14 +16,16 @@ from ecospec.inference.verification import verify
 from ecospec.tracing.recorder import NO_EXPERT, RoutingRecorder
 from ecospec.tracing.routers import find_sites
 from ecospec.tracing.target import MoeShape, shape_of
-from tests.test_decoder import GREEDY, EmptyDrafter, NoisyOracle
+from tests.stand_ins import GREEDY, EmptyDrafter, NoisyOracle
 from tests.test_verification import PARENTS, path_to, prefilled, tree_of
 from tests.zoo import INDEXED, REFUSED, TREE_CAPABLE, VOCABULARY, WINDOW, zoo_config, zoo_model
 
 FAMILIES = sorted(TREE_CAPABLE)
 SLIDING = [family for family in FAMILIES if "sliding_window" in TREE_CAPABLE[family]]
 CHOOSING = [family for family in FAMILIES if "index_topk" in TREE_CAPABLE[family]]
-LENGTHS = [(family, length) for family in FAMILIES for length in ((5, 20) if family in SLIDING else (12,))]
+LENGTHS = [(family, 12) for family in FAMILIES if family not in SLIDING]
+LENGTHS += [(family, length) for family in SLIDING for length in (5, 20)]
+LENGTHS += [(family, INDEXED - 5) for family in CHOOSING]  # the tree needs more columns than the longest text
 LEAVES = (4, 7, 8, 9)
 DENSE_FIRST = {
     *("afmoe", "axk1", "axk2", "beam", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe"),
@@ -122,6 +125,22 @@ def test_a_batch_of_unequal_texts_gives_each_text_as_alone(family):
     mask = torch.stack([nn.functional.pad(torch.ones_like(ids_T), (11 - len(ids_T), 0)) for ids_T in texts])
     out = generate(model, ids, attention_mask=mask, max_new_tokens=10, **PLAIN)
     assert [row[11 - len(text) :].tolist() for row, text in zip(out, texts, strict=True)] == expected
+
+
+@pytest.mark.parametrize("family", CHOOSING)
+@torch.no_grad()
+def test_the_keys_by_which_sparse_attention_chooses_are_those_of_a_fresh_prefill(family):
+    """They change no logits as long as everything is seen, so they are compared themselves."""
+    model, tree, path = model_of(family), tree_of(PARENTS, 0), path_to(PARENTS, 9)
+    ids, kept = prefilled(model, 5, 0)
+    verify(model, kept, stack([tree]))
+    kept.keep([path], len(tree))
+    fresh = DynamicCache(config=model.config)
+    model(torch.cat([ids, tree.tokens_N[None, path]], dim=1), cache=fresh)
+    for found, expected in zip(kept.cache.layers, fresh.layers, strict=True):
+        if expected.is_indexer_initialized:  # a layer may use the choice of an earlier one
+            torch.testing.assert_close(found.indexer_keys, expected.indexer_keys, atol=1e-4, rtol=1e-4)
+    assert fresh.layers[0].indexer_keys.shape[:2] == (1, 5 + len(path))
 
 
 @pytest.mark.parametrize("family", CHOOSING)

@@ -7,24 +7,26 @@ from transformers.generation.streamers import BaseStreamer
 
 from ecospec.configs.errors import InputError
 from ecospec.inference import generate
-from tests.test_decoder import GREEDY, SAMPLED, EmptyDrafter, NoisyOracle
+from ecospec.inference.decoder import Method
+from ecospec.inference.generation import CustomGenerate
+from tests.stand_ins import GREEDY, SAMPLED, EmptyDrafter, NoisyOracle
 from tests.tiny import VOCABULARY, tiny_model, tiny_tokenizer
 
 NEW_TOKENS = 30
-OPTIONS = [
-    {"temperature": 0.7},
-    {"top_k": 5},
-    {"top_p": 0.6},
-    {"min_p": 0.1},
-    {"typical_p": 0.7},
-    {"repetition_penalty": 1.6},
-    {"no_repeat_ngram_size": 2},
-    {"bad_words_ids": [[7], [20, 21]]},
-    {"suppress_tokens": [3, 4, 5, 6]},
-    {"min_new_tokens": 12},
-    {"max_length": 19, "max_new_tokens": None},
-    {"generation_config": GenerationConfig(max_new_tokens=9, temperature=0.8, do_sample=True, top_k=0)},
-]
+OPTIONS = {  # each of the text without it, so that it changes something
+    "temperature": lambda text: 0.7,
+    "top_k": lambda text: 5,
+    "top_p": lambda text: 0.6,
+    "min_p": lambda text: 0.1,
+    "typical_p": lambda text: 0.7,
+    "epsilon_cutoff": lambda text: 0.01,
+    "repetition_penalty": lambda text: 1.6,
+    "no_repeat_ngram_size": lambda text: 1,
+    "bad_words_ids": lambda text: [text[9:10], text[14:16]],
+    "suppress_tokens": lambda text: text[5:9],
+    "min_new_tokens": lambda text: 12,
+    "max_length": lambda text: 19,
+}
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +41,17 @@ def ids():
     return torch.randint(3, VOCABULARY, (1, 7), generator=torch.Generator().manual_seed(1))
 
 
-def both(model, ids, seed=0, **options):
-    """Stock ids and ours, and the state of the global generator after each."""
-    settings = {"max_new_tokens": NEW_TOKENS, **options}
-    if "generation_config" in options:
-        settings = options
+def stock_ids(model, ids, seed=0, **options):
     torch.manual_seed(seed)
-    expected = model.generate(ids, **settings)
+    return model.generate(ids, **options)
+
+
+def both(model, ids, seed=0, **options):
+    """Stock ids and ours; the global generator is left in the same state by both."""
+    settings = options
+    if not {"generation_config", "max_length"} & set(options):
+        settings = {"max_new_tokens": NEW_TOKENS, **options}
+    expected = stock_ids(model, ids, seed, **settings)
     after = torch.get_rng_state()
     drafter = NoisyOracle(expected[0].tolist(), 0.8)
     torch.manual_seed(seed)
@@ -54,12 +60,47 @@ def both(model, ids, seed=0, **options):
     return expected, found
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options)))
+def with_option(model, ids, name, seed, base):
+    """Settings with the option, beside the ids that the same settings give without it."""
+    plain = {"max_new_tokens": NEW_TOKENS, **base}
+    text = stock_ids(model, ids, seed, **plain)[0, ids.shape[1] :].tolist()
+    if name == "no_repeat_ngram_size":
+        plain["temperature" if base is SAMPLED else "repetition_penalty"] = 0.3
+    if name == "min_new_tokens":
+        plain["eos_token_id"] = text[4]
+    settings = {**plain, name: OPTIONS[name](text)}
+    if name == "max_length":
+        del settings["max_new_tokens"]
+    return settings, stock_ids(model, ids, seed, **plain)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("seed", range(3))
-def test_the_text_is_stock_generates(model, ids, options, seed):
-    base = {} if "generation_config" in options else SAMPLED
-    expected, found = both(model, ids, seed, **{**base, **options})
+def test_the_text_is_stock_generates_under_every_option(model, ids, name, seed):
+    settings, without = with_option(model, ids, name, seed, SAMPLED)
+    expected, found = both(model, ids, seed, **settings)
     assert torch.equal(expected, found)
+    assert not torch.equal(found, without), "the option must matter"
+    as_object, found = both(model, ids, seed, generation_config=GenerationConfig(**settings))
+    assert torch.equal(expected, found) and torch.equal(expected, as_object)
+
+
+@pytest.mark.parametrize("count", range(1, 13))
+def test_the_number_of_new_tokens_is_exact(model, ids, count):
+    expected, found = both(model, ids, **SAMPLED, max_new_tokens=count)
+    assert torch.equal(expected, found)
+    assert found.shape[1] == ids.shape[1] + count
+
+
+@pytest.mark.parametrize("base", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_stock_generate_with_our_hook_is_stock_generate(model, ids, base, name):
+    settings, _ = with_option(model, ids, name, 3, base)
+    expected, after = stock_ids(model, ids, 3, **settings), torch.get_rng_state()
+    hook = CustomGenerate(Method(NoisyOracle(expected[0].tolist(), 0.8), "confidence"))
+    assert torch.equal(stock_ids(model, ids, 3, custom_generate=hook, **settings), expected)
+    assert torch.equal(torch.get_rng_state(), after)
+    assert len(hook.last_run.steps) < hook.last_run.new_tokens * 0.8, "drafts must be accepted"
 
 
 def test_a_text_ends_at_any_of_its_end_tokens_even_inside_a_step(model, ids):
@@ -106,7 +147,8 @@ def test_what_keeps_state_sees_the_calls_of_plain_decoding(model, ids, options, 
     drafter = NoisyOracle(expected[0].tolist(), 0.8)
     found = generate(model, ids, drafter=drafter, policy="confidence", **settings, **{kind: [ours]})
     assert torch.equal(expected, found)
-    assert ours.shown[: len(stock.shown)] == stock.shown  # our last step goes on to its end
+    assert ours.shown == stock.shown
+    assert len(stock.shown) == (17 if kind == "stopping_criteria" else NEW_TOKENS)
 
 
 def test_the_returned_cache_goes_on_where_the_text_ends(model, ids):
@@ -127,6 +169,7 @@ REFUSED = {
     "guidance_scale": 1.5,
     "penalty_alpha": 0.6,
     "prompt_lookup_num_tokens": 3,
+    "assistant_model": object(),
     "output_scores": True,
     "output_hidden_states": True,
     "use_cache": False,
@@ -140,6 +183,26 @@ REFUSED = {
 def test_what_cannot_be_honoured_is_refused_by_name(model, ids, name):
     with pytest.raises(InputError, match=name):
         generate(model, ids, drafter=EmptyDrafter(), policy="confidence", max_new_tokens=4, **{name: REFUSED[name]})
+
+
+@pytest.mark.parametrize("name", ["num_beams", "penalty_alpha", "output_scores", "cache_implementation"])
+def test_it_is_refused_in_a_configuration_too_the_models_own_or_a_given_one(ids, name):
+    given = GenerationConfig(max_new_tokens=4, **{name: REFUSED[name]})
+    model = tiny_model("qwen3_moe", 1)
+    with pytest.raises(InputError, match=name):
+        generate(model, ids, drafter=EmptyDrafter(), policy="confidence", generation_config=given)
+    setattr(model.generation_config, name, REFUSED[name])
+    for config in (None, GenerationConfig(max_new_tokens=4)):
+        with pytest.raises(InputError, match=name):
+            generate(model, ids, drafter=EmptyDrafter(), policy="confidence", generation_config=config)
+
+
+@pytest.mark.parametrize("name", ["num_beams", "num_return_sequences", "output_scores", "watermarking_config"])
+def test_the_hook_refuses_it_too(model, ids, name):
+    hook = CustomGenerate(Method(EmptyDrafter(), "confidence"))
+    extra = {"do_sample": name == "num_return_sequences", "return_dict_in_generate": name == "output_scores"}
+    with pytest.raises(InputError, match=name):
+        model.generate(ids, custom_generate=hook, max_new_tokens=4, **{name: REFUSED[name]}, **extra)
 
 
 class Silent(BaseStreamer):

@@ -80,7 +80,8 @@ TREE_CAPABLE = {
     "gemma4_text": {
         **SLIDING,
         "enable_moe_block": True,
-        "global_head_dim": 8,
+        "tie_word_embeddings": False,  # else a token is its own likeliest successor
+        "global_head_dim": 16,
         "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": VOCABULARY,
         "num_kv_shared_layers": 2,

@@ -1,0 +1,134 @@
+"""The shells of `ecospec-decode record` and `replay`: trees in a folder once, then any selection without the target."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ecospec.configs.errors import InputError
+from ecospec.configs.files import provenance, replace_folder, write_json
+from ecospec.configs.progress import progress
+from ecospec.data.prompts import Prompt
+from ecospec.data.traces import read_traces
+from ecospec.inference.assemble import MethodPlan, Workshop, plan_methods
+from ecospec.inference.config import DecodeConfig
+from ecospec.inference.evaluate import sample_seed, sampling_options
+from ecospec.inference.preflight import preflight
+from ecospec.inference.record import TreeRecorder
+from ecospec.inference.replay import Tables, combinations
+from ecospec.inference.replay_results import replay
+from ecospec.inference.runfolder import prompts_in_context
+from ecospec.inference.treefile import Identity, Position, TreeSet, read_trees, write_trees
+from ecospec.predictor.simple import fit_frequency, fit_token
+from ecospec.tracing.recorder import RoutingRecorder
+from ecospec.tracing.target import Target, load_target
+
+TREES = "trees.parquet"
+REPLAYED = ("confidence", "marginal", "global")
+GAMMAS = range(1, 8)
+
+
+def run_record(config: DecodeConfig, output: Path) -> str:
+    """Record the pools along the prompts' texts at the first temperature; returns one line on what was written."""
+    config = replace(config, methods=[])
+    prompts = prompts_in_context(config)
+    preflight(config)
+    target, (plan,) = load_target(config.target), plan_methods(config)
+    identity = _identity(config, target, plan, prompts)
+
+    def write(folder: Path) -> None:
+        write_trees(folder / TREES, identity, _positions(config, target, plan, prompts))
+        write_json(folder / "provenance.json", provenance() | {"config": dataclasses.asdict(config)})
+
+    replace_folder(output, write)
+    return f"{output / TREES}: {len(read_trees(output / TREES).positions)} positions of {len(prompts)} prompts"
+
+
+def run_replay(config: DecodeConfig, output: Path) -> str:
+    """Replay every policy × footprint source × γ, write `results.json`, and return a table as Markdown."""
+    trees = _read(config)
+    tables = _tables(config, trees)
+    recorded = trees.positions[0].experts_pred_NLK is not None if trees.positions else False
+    sources = ["oracle", *(["predictor"] if recorded else []), *tables]
+    runs = replay(trees, combinations(REPLAYED, sources, GAMMAS), tables)
+
+    def write(folder: Path) -> None:
+        write_json(folder / "results.json", {"runs": runs})
+        write_json(folder / "provenance.json", provenance() | {"config": dataclasses.asdict(config)})
+
+    replace_folder(output, write)
+    last = runs[-1]["dataset"] if runs else None
+    return _markdown([run for run in runs if run["dataset"] == last])
+
+
+def _identity(config: DecodeConfig, target: Target, plan: MethodPlan, prompts: list[Prompt]) -> Identity:
+    return Identity(
+        target=target.name,
+        drafter=plan.drafter.kind,
+        predictor=plan.predictor.path if plan.needs_footprints else None,
+        temperature=config.temperature[0],
+        seed=config.seed,
+        num_layers=len(target.shape.layers),
+        num_experts=target.shape.num_experts,
+        top_k=target.shape.top_k,
+        steps=plan.drafter.steps,
+        topk=plan.drafter.topk,
+        datasets={prompt.sample_id: prompt.dataset for prompt in prompts},
+    )
+
+
+def _positions(config: DecodeConfig, target: Target, plan: MethodPlan, prompts: list[Prompt]) -> Iterator[Position]:
+    method = Workshop(target, config.traces).method(plan)
+    options = {"max_new_tokens": config.max_new_tokens, **sampling_options(config.temperature[0])}
+    with RoutingRecorder(target.model) as recorder:
+        trees = TreeRecorder(target.model, recorder, method.drafter, plan.drafter.steps, method.footprints)
+        for prompt in progress(prompts, "prompts recorded"):
+            ids = target.tokenizer(prompt.text, return_tensors="pt").input_ids.to(target.model.device)
+            seed = sample_seed(config.seed, prompt.sample_id)
+            generator = torch.Generator(target.model.device).manual_seed(seed)
+            yield from trees.record(prompt.sample_id, ids, generator, **options)
+
+
+def _read(config: DecodeConfig) -> TreeSet:
+    if config.trees is None:
+        raise InputError("--trees: not given; say which folder or file ecospec-decode record wrote")
+    path = Path(config.trees)
+    return read_trees(path / TREES if path.is_dir() else path)
+
+
+def _tables(config: DecodeConfig, trees: TreeSet) -> Tables:
+    """`frequency` and `token`, counted from `traces` where they are given. Raises InputError for another target's."""
+    if config.traces is None:
+        return {}
+    traces, identity = read_traces(config.traces), trees.identity
+    if (traces.num_layers, traces.num_experts, traces.top_k) != (
+        identity.num_layers,
+        identity.num_experts,
+        identity.top_k,
+    ):
+        raise InputError(f"--traces {config.traces}: they are of another target than the trees ({identity.target})")
+    vocab_size = 1 + max(max(position.root, *position.tokens_M) for position in trees.positions)
+    token = fit_token(traces, max(int(vocab_size), 1 + max(int(item.input_ids.max()) for item in traces)))
+    return {"frequency": fit_frequency(traces), "token": token}
+
+
+def _markdown(runs: list[dict]) -> str:
+    rows = [
+        "| γ | selection | α | 𝓔 | α beyond EAGLE's | 𝓔 beyond EAGLE's |",
+        "| ---: | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for run in runs:
+        shown = [run["acceptance_length"], run["active_experts"]]
+        against = [_difference(run, name) for name in ("acceptance_length", "active_experts")]
+        values = ["–" if value is None else f"{value:.2f}" for value in shown]
+        rows.append(f"| {' | '.join([str(run['gamma']), run['label'], *values, *against])} |")
+    return "\n".join(rows)
+
+
+def _difference(run: dict, name: str) -> str:
+    value, interval = run[f"{name}_difference"], run[f"{name}_difference_interval"]
+    if value is None:
+        return "–"
+    return f"{value:+.2f}" + (f" ({interval[0]:+.2f} to {interval[1]:+.2f})" if interval else "")
