@@ -109,7 +109,7 @@ def _tables(config: DecodeConfig, trees: TreeSet) -> Tables:
         identity.top_k,
     ):
         raise InputError(f"--traces {config.traces}: they are of another target than the trees ({identity.target})")
-    vocab_size = 1 + max(max(position.root, *position.tokens_M) for position in trees.positions)
+    vocab_size = 1 + max((max([p.root, *p.tokens_M]) for p in trees.positions), default=0)
     token = fit_token(traces, max(int(vocab_size), 1 + max(int(item.input_ids.max()) for item in traces)))
     return {"frequency": fit_frequency(traces), "token": token}
 
