@@ -6,7 +6,8 @@ that every processor and criterion acts as it would on the text alone, and all o
 Letters: B texts, T tokens of the prompts, padding included.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -233,8 +234,19 @@ def _prepare(model: nn.Module, ids_1T: Tensor, options: dict, number: int) -> Pr
         caught.append(Prepared(*parts, kwargs.get("cache"), kwargs.get("attention_mask")))
         return input_ids
 
-    model.generate(ids_1T, attention_mask=torch.ones_like(ids_1T), custom_generate=catch, **options)
+    with _without_stop_strings(model.generation_config):
+        model.generate(ids_1T, attention_mask=torch.ones_like(ids_1T), custom_generate=catch, **options)
     return caught[0]
+
+
+@contextmanager
+def _without_stop_strings(config: GenerationConfig) -> Iterator[None]:
+    """The model's own are a criterion already; `generate` would ask for a tokenizer that it keeps from custom loops."""
+    strings, config.stop_strings = config.stop_strings, None
+    try:
+        yield
+    finally:
+        config.stop_strings = strings
 
 
 def _row(prepared: Prepared, generator: torch.Generator | None) -> Row:
@@ -260,8 +272,8 @@ def _stop_strings(
     options: dict, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, given: str | list[str] | None
 ) -> None:
     """Turn stop strings into a criterion, as `generate` keeps the tokenizer that they need from custom loops."""
-    config = options["generation_config"] or model.generation_config
-    strings = given or getattr(config, "stop_strings", None)
+    config = options["generation_config"]
+    strings = given or _option(model, options, "stop_strings")
     if not strings:
         return
     if tokenizer is None:

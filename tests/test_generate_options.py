@@ -111,16 +111,23 @@ def test_a_text_ends_at_any_of_its_end_tokens_even_inside_a_step(model, ids):
         assert found.shape[1] - ids.shape[1] == text.index(text[place]) + 1
 
 
-def test_a_text_ends_at_a_stop_string(model, ids):
-    tokenizer = tiny_tokenizer()
-    text = model.generate(ids, max_new_tokens=NEW_TOKENS, **GREEDY)[0, ids.shape[1] :]
-    stop = tokenizer.decode(text[9:11])
-    options = {"stop_strings": [stop], "tokenizer": tokenizer, **GREEDY}
-    expected, found = both(model, ids, **options)
-    assert torch.equal(expected, found)
-    assert found.shape[1] < ids.shape[1] + NEW_TOKENS
+@pytest.mark.parametrize("where", ["argument", "configuration", "model's configuration"])
+def test_a_text_ends_at_a_stop_string_wherever_it_is_given(ids, where):
+    model, tokenizer = tiny_model("qwen3_moe", 1, eos_token_id=None), tiny_tokenizer()
+    text = model.generate(ids, max_new_tokens=NEW_TOKENS, **GREEDY)
+    stop = tokenizer.decode(text[0, ids.shape[1] + 9 :][:2])
+    settings = {"stop_strings": [stop], "max_new_tokens": NEW_TOKENS, **GREEDY}
+    expected = model.generate(ids, tokenizer=tokenizer, **settings)
+    if where == "configuration":
+        settings = {"generation_config": GenerationConfig(**settings)}
+    if where == "model's configuration":
+        model.generation_config.stop_strings = settings.pop("stop_strings")
+    method = {"drafter": NoisyOracle(text[0].tolist(), 1.0), "policy": "confidence"}
+    assert torch.equal(generate(model, ids, tokenizer=tokenizer, **method, **settings), expected)
+    assert expected.shape[1] == ids.shape[1] + 11
+    assert model.generation_config.stop_strings == ([stop] if where == "model's configuration" else None)
     with pytest.raises(InputError, match="give the tokenizer too"):
-        generate(model, ids, drafter=EmptyDrafter(), policy="confidence", stop_strings=[stop])
+        generate(model, ids, drafter=EmptyDrafter(), policy="confidence", **settings)
 
 
 class Counter(LogitsProcessor, StoppingCriteria):

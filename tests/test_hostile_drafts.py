@@ -74,10 +74,9 @@ def test_no_shape_and_no_skill_changes_the_text(shape, kind):
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_shape_policy_or_budget_changes_the_text(family, shape):
-    for seed in range(3):
+    for seed, policy in enumerate(POLICIES):
         model = tiny_model(family, seed)
         model.generation_config.eos_token_id = None
-        for policy in POLICIES:
-            for gamma in range(1, len(SHAPES[shape]) + 1):
-                for options in (GREEDY, {**SAMPLED, **PROCESSED}):
-                    check(model, shape, "mixed", seed, policy, gamma, options)
+        for gamma in {1, 2, 4, len(SHAPES[shape])}:
+            for options in (GREEDY, {**SAMPLED, **PROCESSED}):
+                check(model, shape, "mixed", seed, policy, gamma, options)
