@@ -30,8 +30,8 @@ from ecospec.inference.drafters.prompt_lookup import PromptLookupDrafter
 from ecospec.inference.footprints import FootprintSource, PredictorFootprints, TableFootprints
 from ecospec.inference.selection import NEEDS_FOOTPRINTS
 from ecospec.predictor.model import ExpertPredictor, load_predictor
-from ecospec.predictor.simple import fit_frequency, fit_token
-from ecospec.tracing.target import MoeShape, Target, lab_folder
+from ecospec.predictor.simple import fit_tables
+from ecospec.tracing.target import Target, lab_folder
 
 
 @dataclass(frozen=True)
@@ -128,15 +128,15 @@ class Workshop:
         if folder not in self._predictors:
             predictor = load_predictor(folder)
             shape = (predictor.config.num_layers, predictor.config.num_experts, predictor.config.num_experts_per_tok)
-            check_moe(f"--predictor.path {config.path}", shape, self.target.shape)
+            check_moe(f"--predictor.path {config.path}", shape, self.target.shape.counts)
             predictor.attach_embedding(self.target.model.get_input_embeddings())
             self._predictors[folder] = predictor.to(self.target.model.device).eval()
         return self._predictors[folder]
 
     @cached_property
     def _tables(self) -> dict:
-        traces = open_traces(self.traces, self.target.shape)
-        return {"frequency": fit_frequency(traces), "token": fit_token(traces, self.target.shape.vocab_size)}
+        traces = open_traces(self.traces, self.target.shape.counts)
+        return fit_tables(traces, self.target.shape.vocab_size)
 
 
 def part_folder(path: str | None, part: str) -> Path:
@@ -165,18 +165,17 @@ def mtp_source(config: DrafterConfig, target_path: str) -> str:
     return target_path if config.path in (None, "lab") else config.path
 
 
-def open_traces(path: str | None, shape: MoeShape) -> TraceSet:
+def open_traces(path: str | None, counts: tuple[int, int, int]) -> TraceSet:
     """The traces that tables are counted from. Raises InputError when there are none or they are another target's."""
     if path is None:
         raise InputError("--selection.footprints: frequency and token are counted from traces; give --traces DIR")
     traces = read_traces(path)
-    check_moe(f"--traces {path}", (traces.num_layers, traces.num_experts, traces.top_k), shape)
+    check_moe(f"--traces {path}", (traces.num_layers, traces.num_experts, traces.top_k), counts)
     return traces
 
 
-def check_moe(what: str, found: tuple[int, int, int], shape: MoeShape) -> None:
+def check_moe(what: str, found: tuple[int, int, int], expected: tuple[int, int, int]) -> None:
     """Raises InputError unless (L, E, K) are the target's."""
-    expected = (len(shape.layers), shape.num_experts, shape.top_k)
     if found != expected:
         raise InputError(
             f"{what}: made for a target with {found[0]} MoE layers of {found[1]} experts, top-{found[2]}; "

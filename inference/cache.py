@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, PreTrainedConfig
 
 
 @dataclass
@@ -20,6 +20,7 @@ class RowCache:
 
     cache: Cache = field(default_factory=DynamicCache)
     lengths: list[int] = field(default_factory=lambda: [0])
+    _windows: list[int | None] | None = field(default=None, repr=False)
 
     @property
     def width(self) -> int:
@@ -28,6 +29,12 @@ class RowCache:
 
     def lengths_B(self, device: torch.device) -> Tensor:
         return torch.tensor(self.lengths, device=device)
+
+    def windows(self, config: PreTrainedConfig) -> list[int | None]:
+        """Each layer's attention window, None without one; asked once, as plain caches do not know it."""
+        if self._windows is None:
+            self._windows = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]
+        return self._windows
 
     def keep(self, kept: list[list[int]], entries: int) -> None:
         """Of the `entries` that every text got since the last call keep the listed ones (a list a text), in order.

@@ -1,7 +1,8 @@
 """`generate` around the decoding loop: Transformers prepares, checks and stops; options we cannot honour are refused.
 
-For one text `model.generate` calls the loop itself. For a batch each text is prepared alone, without its padding, so
-that every processor and criterion acts as it would on the text alone, and all of them are decoded together.
+`model.generate` prepares each text alone, without its padding, so that every processor and criterion acts as it would
+on the text alone; then all of them are decoded together. Called as a hook (`CustomGenerate`), the loop takes what
+`model.generate` has prepared for the padded batch.
 
 Letters: B texts, T tokens of the prompts, padding included.
 """
@@ -67,7 +68,6 @@ class Prepared:
     stopping_criteria: Sequence
     generation_config: GenerationConfig
     cache: Cache
-    attention_mask: Tensor | None
 
 
 def generate_with(
@@ -100,11 +100,11 @@ def generate_with(
             raise InputError("streamer: it takes one text; decode a batch without it")
         streamer.put(input_ids.cpu())
     loop = SpeculativeLoop(model, method, recorder, streamer.put if streamer else lambda tokens: None)
-    starts = (1 - mask_BT.long()).sum(1).tolist()
-    texts = [ids_T[None, start:] for ids_T, start in zip(input_ids, starts, strict=True)]
+    texts = [ids_T[None, start:] for ids_T, start in zip(input_ids, _paddings(mask_BT), strict=True)]
     prepared = [_prepare(model, ids_1T, options, number) for number, ids_1T in enumerate(texts)]
     drawn_from = _generators(generators, input_ids, prepared[0].generation_config)
-    rows = [_row(one, generator) for one, generator in zip(prepared, drawn_from, strict=True)]
+    pairs = zip(prepared, drawn_from, strict=True)
+    rows = [Row(one.input_ids[0], _picker(one, generator)) for one, generator in pairs]
     out = run(loop, rows, prepared, input_ids)
     if streamer is not None:
         streamer.end()
@@ -133,10 +133,12 @@ class CustomGenerate:
             if isinstance(processor, KNOW_THEIR_ROW):
                 raise InputError(f"{type(processor).__name__} in a batch: use ecospec.inference.generate")
         cache = model_kwargs.get("cache")
-        one = Prepared(input_ids, logits_processor, stopping_criteria, generation_config, cache, mask)
-        pickers = [_row(one, generator).picker for generator in _generators(None, input_ids, generation_config)]
-        paddings = (1 - mask_BT.long()).sum(1).tolist()
-        rows = [Row(*row) for row in zip(input_ids, pickers, paddings, strict=True)]
+        one = Prepared(input_ids, logits_processor, stopping_criteria, generation_config, cache)
+        drawn_from = _generators(None, input_ids, generation_config)
+        rows = [
+            Row(ids_T, _picker(one, generator), padding)
+            for ids_T, generator, padding in zip(input_ids, drawn_from, _paddings(mask_BT), strict=True)
+        ]
         with RoutingRecorder(model) as recorder:
             loop = SpeculativeLoop(model, self.method, recorder)
             out = run(loop, rows, [one] * len(rows), input_ids)
@@ -231,7 +233,7 @@ def _prepare(model: nn.Module, ids_1T: Tensor, options: dict, number: int) -> Pr
 
     def catch(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs) -> Tensor:
         parts = (input_ids, logits_processor, stopping_criteria, generation_config)
-        caught.append(Prepared(*parts, kwargs.get("cache"), kwargs.get("attention_mask")))
+        caught.append(Prepared(*parts, kwargs.get("cache")))
         return input_ids
 
     with _without_stop_strings(model.generation_config):
@@ -249,9 +251,14 @@ def _without_stop_strings(config: GenerationConfig) -> Iterator[None]:
         config.stop_strings = strings
 
 
-def _row(prepared: Prepared, generator: torch.Generator | None) -> Row:
+def _picker(prepared: Prepared, generator: torch.Generator | None) -> Picker:
     parts = (prepared.logits_processor, prepared.stopping_criteria, prepared.generation_config.do_sample)
-    return Row(prepared.input_ids[0], Picker(*parts, generator))
+    return Picker(*parts, generator)
+
+
+def _paddings(mask_BT: Tensor) -> list[int]:
+    """Ids before each text."""
+    return (1 - mask_BT.long()).sum(1).tolist()
 
 
 def _generators(

@@ -11,8 +11,7 @@ from ecospec.configs.errors import InputError
 from ecospec.configs.files import provenance, replace_folder, write_json
 from ecospec.configs.progress import progress
 from ecospec.data.prompts import Prompt
-from ecospec.data.traces import read_traces
-from ecospec.inference.assemble import MethodPlan, Workshop, plan_methods
+from ecospec.inference.assemble import MethodPlan, Workshop, open_traces, plan_methods
 from ecospec.inference.config import DecodeConfig
 from ecospec.inference.evaluate import sample_seed, sampling_options
 from ecospec.inference.preflight import preflight
@@ -21,7 +20,7 @@ from ecospec.inference.replay import Tables, combinations
 from ecospec.inference.replay_results import replay
 from ecospec.inference.runfolder import prompts_in_context
 from ecospec.inference.treefile import Identity, Position, TreeSet, read_trees, write_trees
-from ecospec.predictor.simple import fit_frequency, fit_token
+from ecospec.predictor.simple import fit_tables
 from ecospec.tracing.recorder import RoutingRecorder
 from ecospec.tracing.target import Target, load_target
 
@@ -38,12 +37,15 @@ def run_record(config: DecodeConfig, output: Path) -> str:
     target, (plan,) = load_target(config.target), plan_methods(config)
     identity = _identity(config, target, plan, prompts)
 
+    written = 0
+
     def write(folder: Path) -> None:
-        write_trees(folder / TREES, identity, _positions(config, target, plan, prompts))
+        nonlocal written
+        written = write_trees(folder / TREES, identity, _positions(config, target, plan, prompts))
         write_json(folder / "provenance.json", provenance() | {"config": dataclasses.asdict(config)})
 
     replace_folder(output, write)
-    return f"{output / TREES}: {len(read_trees(output / TREES).positions)} positions of {len(prompts)} prompts"
+    return f"{output / TREES}: {written} positions of {len(prompts)} prompts"
 
 
 def run_replay(config: DecodeConfig, output: Path) -> str:
@@ -102,16 +104,9 @@ def _tables(config: DecodeConfig, trees: TreeSet) -> Tables:
     """`frequency` and `token`, counted from `traces` where they are given. Raises InputError for another target's."""
     if config.traces is None:
         return {}
-    traces, identity = read_traces(config.traces), trees.identity
-    if (traces.num_layers, traces.num_experts, traces.top_k) != (
-        identity.num_layers,
-        identity.num_experts,
-        identity.top_k,
-    ):
-        raise InputError(f"--traces {config.traces}: they are of another target than the trees ({identity.target})")
-    vocab_size = 1 + max((max([p.root, *p.tokens_M]) for p in trees.positions), default=0)
-    token = fit_token(traces, max(int(vocab_size), 1 + max(int(item.input_ids.max()) for item in traces)))
-    return {"frequency": fit_frequency(traces), "token": token}
+    traces = open_traces(config.traces, trees.identity.counts)
+    seen = [max([p.root, *p.tokens_M]) for p in trees.positions] + [item.input_ids.max() for item in traces]
+    return fit_tables(traces, 1 + int(max(seen)))
 
 
 def _markdown(runs: list[dict]) -> str:

@@ -1,10 +1,8 @@
 """`ecospec-decode check`: does everything fit together? Reads configurations and headers, no target weights."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ecospec.configs.errors import InputError
@@ -13,6 +11,7 @@ from ecospec.configs.schema import TargetConfig
 from ecospec.inference.assemble import MethodPlan, check_moe, mtp_source, open_traces, part_folder, plan_methods
 from ecospec.inference.config import DecodeConfig, DrafterConfig
 from ecospec.inference.drafters.eagle3_checkpoint import inspect_head
+from ecospec.inference.drafters.headers import safetensors_shapes
 from ecospec.inference.drafters.language_model import check_language_model
 from ecospec.inference.drafters.mtp import inspect_mtp
 from ecospec.inference.verification import check_batch, check_tree_support
@@ -117,14 +116,14 @@ _DRAFTERS = {
 
 def _check_footprints(config: DecodeConfig, plan: MethodPlan, model_config: PreTrainedConfig, shape: MoeShape) -> str:
     if plan.selection.footprints != "predictor":
-        return f"{plan.selection.footprints}, counted from {open_traces(config.traces, shape).folder}"
+        return f"{plan.selection.footprints}, counted from {open_traces(config.traces, shape.counts).folder}"
     path = plan.predictor.path
     folder = part_folder(path, "predictor")
     values = read_json(folder / "config.json")
     if values.get("model_type") != ExpertPredictorConfig.model_type:
         raise InputError(f"--predictor.path {path}: is no expert predictor; give what ecospec-train predictor wrote")
     found = (values["num_layers"], values["num_experts"], values["num_experts_per_tok"])
-    check_moe(f"--predictor.path {path}", found, shape)
+    check_moe(f"--predictor.path {path}", found, shape.counts)
     identity = {
         "target_config_sha256": config_hash(model_config),
         "moe_layers": list(shape.layers),
@@ -134,14 +133,5 @@ def _check_footprints(config: DecodeConfig, plan: MethodPlan, model_config: PreT
     different = [key for key, value in identity.items() if values[key] != value]
     if different:
         raise InputError(f"--predictor.path {path}: trained for another target ({', '.join(different)} differ)")
-    weights = sum(torch.Size(size).numel() for size in _shapes(folder / "model.safetensors").values())
+    weights = sum(torch.Size(size).numel() for size in safetensors_shapes(folder / "model.safetensors").values())
     return f"{folder}, {weights / 1e6:.2f} M weights, trained for {values['target']}"
-
-
-def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Tensor shapes from the header of a safetensors file. Raises InputError when it cannot be read."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{path}: cannot be read ({error})") from None

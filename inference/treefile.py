@@ -66,6 +66,11 @@ class Identity:
     topk: int
     datasets: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """(L, E, K)."""
+        return self.num_layers, self.num_experts, self.top_k
+
     def to_json(self) -> str:
         known = {"schema": SCHEMA_VERSION, "id_dtype": id_dtype(self.num_experts).name}
         return json.dumps(known | asdict(self), ensure_ascii=False)
@@ -119,17 +124,24 @@ class TreeSet:
             start += len(places)
 
 
-def write_trees(path: Path, identity: Identity, positions: Iterable[Position]) -> None:
-    """Write all positions, as they come, then show the file. Raises DamageError for expert ids out of range."""
+def write_trees(path: Path, identity: Identity, positions: Iterable[Position]) -> int:
+    """Write all positions, as they come, then show the file; returns their number.
+
+    Raises DamageError for expert ids out of range.
+    """
     schema = COLUMNS.with_metadata({METADATA_KEY: identity.to_json()})
     rows = (_to_row(position, identity.num_experts) for position in positions)
+    written = 0
 
     def write(partial: Path) -> None:
+        nonlocal written
         with pq.ParquetWriter(partial, schema, compression="zstd") as writer:
             while batch := list(itertools.islice(rows, ROWS_TOGETHER)):
                 writer.write_batch(pa.RecordBatch.from_pylist(batch, schema))
+                written += len(batch)
 
     replace_file(path, write)
+    return written
 
 
 def read_trees(path: Path) -> TreeSet:

@@ -97,7 +97,7 @@ def verify(model: nn.Module, cache: RowCache, trees: DraftTrees, **forward_optio
     lengths_B = cache.lengths_B(trees.tokens_BN.device)
     return model(
         input_ids=trees.tokens_BN,
-        attention_mask=None if alone else tree_masks(model, cache, trees),
+        attention_mask=None if alone else tree_masks(model, cache, trees, lengths_B),
         position_ids=trees.depth_BN + lengths_B[:, None],
         cache=cache.cache,
         use_cache=True,
@@ -105,24 +105,25 @@ def verify(model: nn.Module, cache: RowCache, trees: DraftTrees, **forward_optio
     )
 
 
-def tree_masks(model: nn.Module, cache: RowCache, trees: DraftTrees) -> Tensor | dict[str, Tensor]:
+def tree_masks(model: nn.Module, cache: RowCache, trees: DraftTrees, lengths_B: Tensor) -> Tensor | dict[str, Tensor]:
     """Additive masks [B, 1, N, columns]: one, or one for each layer type where the model takes a dict."""
     config = model.config.get_text_config()
-    ancestors_BNN = ancestors_of(trees.parents_BN)
-    windows = [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]
+    ancestors_BNN, windows = ancestors_of(trees.parents_BN), cache.windows(config)
+
+    def mask(layer: int) -> Tensor:
+        return additive(_seen(cache, trees, lengths_B, ancestors_BNN, layer, windows[layer]), model.dtype)
+
     types = getattr(config, "layer_types", None)
     if types is None or set(types) == {FULL}:
-        return additive(_seen(cache, trees, ancestors_BNN, 0, windows[0]), model.dtype)
-    return {
-        kind: additive(_seen(cache, trees, ancestors_BNN, types.index(kind), windows[types.index(kind)]), model.dtype)
-        for kind in dict.fromkeys(types)
-    }
+        return mask(0)
+    return {kind: mask(types.index(kind)) for kind in dict.fromkeys(types)}
 
 
-def _seen(cache: RowCache, trees: DraftTrees, ancestors_BNN: Tensor, layer: int, window: int | None) -> Tensor:
+def _seen(
+    cache: RowCache, trees: DraftTrees, lengths_B: Tensor, ancestors_BNN: Tensor, layer: int, window: int | None
+) -> Tensor:
     """bool [B, N, columns]: a node sees itself, its ancestors, and the past, all within the window."""
     columns, offset = cache.cache.get_mask_sizes(trees.width, layer)
-    lengths_B = cache.lengths_B(trees.tokens_BN.device)
     past = seen_past(lengths_B, columns - trees.width, trees.depth_BN, offset, window)
     if window is not None:
         ancestors_BNN = ancestors_BNN & (trees.depth_BN[:, :, None] - trees.depth_BN[:, None] < window)

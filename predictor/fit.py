@@ -33,7 +33,7 @@ from ecospec.predictor.embedding import load_embedding
 from ecospec.predictor.lightning import PredictorModule
 from ecospec.predictor.metrics import measure
 from ecospec.predictor.model import ExpertPredictor, ExpertPredictorConfig, embedding_hash, without_vocabulary
-from ecospec.predictor.simple import FrequencyPredictor, TokenPredictor, fit_frequency, fit_token
+from ecospec.predictor.simple import FrequencyPredictor, TokenPredictor, fit_tables
 from ecospec.tracing.target import MoeShape, config_hash, load_target_config, shape_of, weights_hash
 
 # Of projected embeddings before training. Smaller, and the first attention layer drowns what the token is (measured).
@@ -160,7 +160,7 @@ def evaluate(predictor: ExpertPredictor, traces: TraceSet) -> dict:
     def logits_of(input_ids_T: np.ndarray) -> Tensor:
         return predictor(torch.from_numpy(input_ids_T.astype(np.int64))[None].to(predictor.device))[0]
 
-    ladder = {"frequency": fit_frequency(traces), "token": fit_token(traces, predictor.config.vocab_size)}
+    ladder = fit_tables(traces, predictor.config.vocab_size)
     numbers = measure(logits_of, traces) | {"seconds_per_step": _predictor_seconds(predictor)}
     return numbers | {"ladder": {name: _simple_numbers(simple, traces) for name, simple in ladder.items()}}
 

@@ -87,6 +87,12 @@ def fit_token(traces: TraceSet, vocab_size: int) -> TokenPredictor:
     return TokenPredictor(row_V, counts_SLE, fit_frequency(traces))
 
 
+def fit_tables(traces: TraceSet, vocab_size: int) -> dict[str, FrequencyPredictor | TokenPredictor]:
+    """`frequency` and `token`, counted once. Raises InputError as `fit_token` does."""
+    token = fit_token(traces, vocab_size)
+    return {"frequency": token.frequency, "token": token}
+
+
 def _rows_of_seen_ids(traces: TraceSet, vocab_size: int) -> np.ndarray:
     """[V]: 1, 2, … for the ids of the `train` samples in ascending order, 0 for those never seen."""
     seen_V = np.zeros(vocab_size, bool)

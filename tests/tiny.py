@@ -56,14 +56,19 @@ def tiny_config(family: str, **overrides: object) -> PreTrainedConfig:
     return CONFIG_MAPPING[family](**{**COMMON, **FAMILIES[family], **overrides})
 
 
-@torch.no_grad()
 def tiny_model(family: str, seed: int = 0, **overrides: object) -> nn.Module:
     """A float32 model of `family` with hidden size 32, 8 experts and top-2 unless `overrides` say otherwise."""
+    return random_model(tiny_config(family, **overrides), seed, spread=0.3)
+
+
+@torch.no_grad()
+def random_model(config: PreTrainedConfig, seed: int, spread: float) -> nn.Module:
+    """A float32 model whose matrices are drawn with standard deviation `spread`."""
     generator = torch.Generator().manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny_config(family, **overrides), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
-            parameter.normal_(0, 0.3, generator=generator)
+            parameter.normal_(0, spread, generator=generator)
         elif "norm" not in name:
             parameter.normal_(0, 0.1, generator=generator)
     for name, buffer in model.named_buffers():

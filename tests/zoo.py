@@ -4,11 +4,10 @@ Four layers, hidden size 32, 8 experts, top-2, window 8 where a family slides. W
 routing nor the choice of the next token is ever a near tie, and no token ends a text.
 """
 
-import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from tests.tiny import VOCABULARY
+from tests.tiny import VOCABULARY, random_model
 
 LAYERS = 4
 WINDOW = 8
@@ -161,18 +160,8 @@ def zoo_config(family: str, **overrides: object) -> PreTrainedConfig:
     return kind(**{**common, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0, **OWN[family], **overrides})
 
 
-@torch.no_grad()
 def zoo_model(family: str, seed: int = 0, **overrides: object) -> nn.Module:
     """A float32 model of `family`; `overrides` are options of its configuration."""
-    generator = torch.Generator().manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(zoo_config(family, **overrides), dtype=torch.float32).eval()
-    for name, parameter in model.named_parameters():
-        if parameter.dim() > 1:
-            parameter.normal_(0, 0.25, generator=generator)
-        elif "norm" not in name:
-            parameter.normal_(0, 0.1, generator=generator)
-    for name, buffer in model.named_buffers():
-        if "correction_bias" in name:
-            buffer.normal_(0, 0.05, generator=generator)
+    model = random_model(zoo_config(family, **overrides), seed, spread=0.25)
     model.generation_config.eos_token_id = None
     return model

@@ -39,6 +39,11 @@ class MoeShape:
     vocab_size: int
     hidden_size: int
 
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """(L, E, K)."""
+        return len(self.layers), self.num_experts, self.top_k
+
 
 @dataclass(frozen=True)
 class Target:

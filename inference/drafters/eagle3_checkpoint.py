@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -20,6 +20,7 @@ from ecospec.configs.errors import InputError
 from ecospec.configs.files import read_json
 from ecospec.inference.drafters.eagle3 import Eagle3Head
 from ecospec.inference.drafters.eagle3_dialects import HeadSpec, Shape, key_of, resolve
+from ecospec.inference.drafters.headers import key_faults, safetensors_shapes
 
 log = logging.getLogger(__name__)
 
@@ -106,18 +107,11 @@ def _check_keys(spec: HeadSpec) -> None:
     expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     optional = {"t2d", "d2t"} if spec.config.draft_vocab_size == spec.config.vocab_size else {"t2d"}
     first_layer = "layers.0." if any(key.startswith("layers.0.") for key in spec.shapes) else "midlayer."
-    faults = {
-        "missing keys": sorted(key_of(name, first_layer) for name in expected.keys() - spec.names.values() - optional),
-        "unused keys": sorted(key for key in spec.shapes if spec.names.get(key) not in expected),
-        "wrong shapes": [
-            f"{key} {list(spec.shapes[key])} instead of {list(expected[name])}"
-            for key, name in sorted(spec.names.items())
-            if expected.get(name, spec.shapes[key]) != spec.shapes[key]
-        ],
-    }
-    if any(faults.values()):
-        listed = "; ".join(f"{what}: {', '.join(keys)}" for what, keys in faults.items() if keys)
-        raise InputError(f"{', '.join(map(str, weight_files(spec.folder)))}: {listed}")
+    by_key = {key: expected[name] for key, name in spec.names.items() if name in expected}
+    absent = expected.keys() - spec.names.values() - optional
+    faults = key_faults(by_key | {key_of(name, first_layer): expected[name] for name in absent}, spec.shapes)
+    if faults:
+        raise InputError(f"{', '.join(map(str, weight_files(spec.folder)))}: {faults}")
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -134,11 +128,7 @@ def weight_files(folder: Path) -> list[Path]:
 def _read_shapes(file: Path) -> dict[str, Shape]:
     if file.suffix == ".bin":
         return {key: tuple(tensor.shape) for key, tensor in _read(file, "meta").items()}
-    try:
-        with safe_open(file, framework="pt") as header:
-            return {key: tuple(header.get_slice(key).get_shape()) for key in header.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"{file}: cannot be read ({error})") from None
+    return safetensors_shapes(file)
 
 
 def _read(file: Path, device: str = "cpu") -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from transformers.utils import cached_file
 
 from ecospec.configs.errors import InputError
 from ecospec.configs.files import read_json
+from ecospec.inference.drafters.headers import key_faults
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FP8, SCALE = "F8_E4M3", "_scale_inv"  # the dtype's name in a header, the ending of a weight's scales
@@ -50,17 +51,9 @@ class MtpTensors:
         expected = {**needed, **{key: shape for key, shape in optional.items() if key in self.shapes}}
         for key in [key for key in expected if self.dtypes.get(key) == FP8]:
             expected[key + SCALE] = self._blocks(expected[key])
-        missing = sorted(expected.keys() - self.shapes.keys())
-        unused = sorted(self.shapes.keys() - expected.keys())
-        wrong = [
-            f"{key} {list(self.shapes[key])} instead of {list(shape)}"
-            for key, shape in expected.items()
-            if self.shapes.get(key, shape) != shape
-        ]
-        found = {"missing keys": missing, "unused keys": unused, "wrong shapes": wrong}
-        if any(found.values()):
-            listed = "; ".join(f"{what}: {', '.join(names)}" for what, names in found.items() if names)
-            raise InputError(f"{self.source}: {self.prefix}* is not this model's prediction layer; {listed}")
+        faults = key_faults(expected, self.shapes)
+        if faults:
+            raise InputError(f"{self.source}: {self.prefix}* is not this model's prediction layer; {faults}")
 
     def read(self, key: str) -> Tensor:
         """The value of `key` on the CPU, float32 where it is stored in FP8, else in the stored dtype."""
