@@ -31,7 +31,7 @@ from ecospec.inference.footprints import FootprintSource, PredictorFootprints, T
 from ecospec.inference.selection import NEEDS_FOOTPRINTS
 from ecospec.predictor.model import ExpertPredictor, load_predictor
 from ecospec.predictor.simple import fit_tables
-from ecospec.tracing.target import Target, lab_folder
+from ecospec.tracing.target import Target, lab_folder, resolve_target
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Workshop:
         if config.kind == "mtp":
             return load_mtp_head(mtp_source(config, self.target.path), model)
         if config.kind == "draft_lm":
-            return load_language_model_head(config.path, model, self.target.tokenizer)
+            return load_language_model_head(draft_model_source(config), model, self.target.tokenizer)
         head = load_head(part_folder(config.path, "drafter"), model.config, config.feature_layers, config.rope_theta)
         return head.attach(model).to(model.get_input_embeddings().weight.device)
 
@@ -158,6 +158,13 @@ def _from_hub(name: str, part: str) -> Path:
     except (OSError, ValueError, HfHubHTTPError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"--{part}.path {name}: no such folder, and not to be had from the hub ({reason})") from None
+
+
+def draft_model_source(config: DrafterConfig) -> str:
+    """Folder or hub id of a draft language model. Raises InputError when none is named."""
+    if config.path is None:
+        raise InputError("--drafter.path: not given; say which draft model, a folder or hub id")
+    return resolve_target(config.path)
 
 
 def mtp_source(config: DrafterConfig, target_path: str) -> str:

@@ -7,16 +7,31 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ecospec.configs.errors import InputError
 from ecospec.configs.files import read_json
-from ecospec.configs.schema import TargetConfig
-from ecospec.inference.assemble import MethodPlan, check_moe, mtp_source, open_traces, part_folder, plan_methods
+from ecospec.inference.assemble import (
+    MethodPlan,
+    check_moe,
+    draft_model_source,
+    mtp_source,
+    open_traces,
+    part_folder,
+    plan_methods,
+)
 from ecospec.inference.config import DecodeConfig, DrafterConfig
 from ecospec.inference.drafters.eagle3_checkpoint import inspect_head
 from ecospec.inference.drafters.headers import safetensors_shapes
-from ecospec.inference.drafters.language_model import check_language_model
+from ecospec.inference.drafters.language_model import inspect_language_model
 from ecospec.inference.drafters.mtp import inspect_mtp
 from ecospec.inference.verification import check_batch, check_tree_support
 from ecospec.predictor.model import ExpertPredictorConfig
-from ecospec.tracing.target import MoeShape, config_hash, load_target_config, load_tokenizer, resolve_target, shape_of
+from ecospec.tracing.target import (
+    MoeShape,
+    config_hash,
+    load_target_config,
+    load_tokenizer,
+    loading_options,
+    resolve_target,
+    shape_of,
+)
 from ecospec.tracing.widening import widen_experts
 
 GIB = 2**30
@@ -60,7 +75,11 @@ def _check_batches(config: DecodeConfig, plans: list[MethodPlan], model_config: 
 
 
 def _memory(config: DecodeConfig, model_config: PreTrainedConfig) -> str:
-    """Parameters and memory of the target, widening included. Raises InputError where a tree cannot be verified."""
+    """Parameters and memory of the target, widening included.
+
+    Raises InputError where a tree cannot be verified, or the target cannot be loaded as it is asked to be.
+    """
+    loading_options(config.target, model_config)
     dtype = model_config.dtype if config.target.dtype == "auto" else getattr(torch, config.target.dtype)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -96,9 +115,10 @@ def _inspect_mtp(config: DecodeConfig, drafter: DrafterConfig, target: PreTraine
     return f"MTP layer {summary.number} of {source}, {summary.weights / 1e6:.1f} M weights", target.vocab_size, []
 
 
-def _inspect_draft_lm(_config: DecodeConfig, drafter: DrafterConfig, target: PreTrainedConfig) -> tuple:
-    draft = load_target_config(TargetConfig(name=drafter.path))
-    check_language_model(draft, target.get_text_config().vocab_size)
+def _inspect_draft_lm(config: DecodeConfig, drafter: DrafterConfig, target: PreTrainedConfig) -> tuple:
+    vocab_size = target.get_text_config().vocab_size
+    tokenizer = load_tokenizer(config.target, vocab_size)
+    draft, _ = inspect_language_model(draft_model_source(drafter), vocab_size, tokenizer)
     return f"{drafter.path} ({draft.model_type})", draft.get_text_config().vocab_size, []
 
 

@@ -8,6 +8,7 @@ import torch
 from ecospec.configs.errors import InputError
 from ecospec.configs.schema import TargetConfig
 from ecospec.inference.assemble import part_folder
+from ecospec.inference.cli import main
 from ecospec.inference.decoder import Method
 from ecospec.inference.generation import generate_with
 from ecospec.tracing import target as loading
@@ -48,6 +49,21 @@ def test_quantised_weights_are_loaded_as_plain_ones_when_asked(tiny_target, monk
         loading.load_target(TargetConfig(name=str(tiny_target), dequantize=True))
     assert type(told["quantization_config"]).__name__ == kind
     assert told["quantization_config"].dequantize
+
+
+def test_a_placement_that_does_not_exist_is_refused_before_anything_is_loaded(tiny_target, capsys):
+    command = ["check", "--target", str(tiny_target), "--methods", '[{"label": "plain", "drafter": "none"}]']
+    assert main([*command, "--target.device_map", "nonsense"]) == 2
+    assert "--target.device_map nonsense: give auto" in capsys.readouterr().err
+    assert main([*command, "--target.dequantize", "true"]) == 2
+    assert "holds plain weights" in capsys.readouterr().err
+
+
+def test_the_target_may_be_its_own_draft_model(tiny_target, capsys):
+    command = ["--target", str(tiny_target), "--drafter.kind", "draft_lm", "--selection", "confidence"]
+    assert main(["check", *command, "--drafter.path", str(tiny_target)]) == 0
+    assert main(["check", *command, "--drafter.path", str(tiny_target / "nowhere")]) == 2
+    assert "cannot read a draft model there" in capsys.readouterr().err
 
 
 def test_a_drafter_that_is_neither_here_nor_on_the_hub_is_named(monkeypatch):

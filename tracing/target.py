@@ -1,6 +1,7 @@
 """Load a MoE target: resolve its name, refuse what cannot work before any weight is read, widen where asked."""
 
 import os
+import re
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -25,6 +26,7 @@ from ecospec.configs.schema import TargetConfig
 from ecospec.tracing.routers import find_sites, top_k_of
 from ecospec.tracing.widening import widen_experts
 
+PLACEMENTS = r"auto|balanced|balanced_low_0|sequential|cpu|mps|(cuda|xpu|npu|hpu)(:\d+)?"
 HASHED_BYTES = 2**30  # larger weights are known by their files' names and sizes
 
 
@@ -121,8 +123,7 @@ def load_target(config: TargetConfig) -> Target:
         dtype=config.dtype if config.dtype == "auto" else getattr(torch, config.dtype),
         experts_implementation=config.experts_implementation,
         trust_remote_code=config.trust_remote_code,
-        device_map=config.device_map,
-        **_dequantized(config, model_config),
+        **loading_options(config, model_config),
     ).eval()
     if config.expert_mib is not None:
         widen_experts(model, config.expert_mib)
@@ -131,10 +132,17 @@ def load_target(config: TargetConfig) -> Target:
     return Target(config.name, path, model, tokenizer, shape, config_hash(model_config))
 
 
-def _dequantized(config: TargetConfig, model_config: PreTrainedConfig) -> dict:
-    """Loading options for plain weights. Raises InputError where there is nothing that we know to dequantise."""
+def loading_options(config: TargetConfig, model_config: PreTrainedConfig) -> dict:
+    """Options of `from_pretrained` for placing and dequantising weights.
+
+    Raises InputError for a placement that Transformers does not know, and where nothing can be dequantised.
+    """
+    if config.device_map is not None and not re.fullmatch(PLACEMENTS, config.device_map):
+        raise InputError(
+            f"--target.device_map {config.device_map}: give auto, balanced, sequential, or a device (cuda:0)"
+        )
     if not config.dequantize:
-        return {}
+        return {"device_map": config.device_map}
     stored = getattr(model_config, "quantization_config", None) or {}
     method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
     kinds = {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}
@@ -142,7 +150,7 @@ def _dequantized(config: TargetConfig, model_config: PreTrainedConfig) -> dict:
         raise InputError(
             f"--target.dequantize: {config.name} holds {method or 'plain weights'}, not FP8 or MXFP4; leave it out"
         )
-    return {"quantization_config": kinds[method](dequantize=True)}
+    return {"device_map": config.device_map, "quantization_config": kinds[method](dequantize=True)}
 
 
 def config_hash(model_config: PreTrainedConfig) -> str:

@@ -88,13 +88,21 @@ def load_language_model_head(
     What its configuration and tokenizer tell is checked before its weights are read. Raises InputError when it cannot
     be read, and as `LanguageModelHead` does.
     """
-    config = _read(AutoConfig, source, revision)
-    tokenizers = (_read(AutoTokenizer, source, revision), target_tokenizer)
     target_vocab_size = target_model.config.get_text_config().vocab_size
-    check_language_model(config, target_vocab_size, tokenizers)
+    _, tokenizers = inspect_language_model(source, target_vocab_size, target_tokenizer, revision)
     model = _read(AutoModelForCausalLM, source, revision, dtype=target_model.dtype)
     model = model.to(target_model.device).requires_grad_(False).eval()
     return LanguageModelHead(model, target_vocab_size, tokenizers)
+
+
+def inspect_language_model(
+    source: str | Path, target_vocab_size: int, target_tokenizer: PreTrainedTokenizerBase, revision: str | None = None
+) -> tuple[PreTrainedConfig, Tokenizers]:
+    """Its configuration, and (its tokenizer, the target's); no weights. Raises InputError as the load does."""
+    config = _read(AutoConfig, source, revision)
+    tokenizers = (_read(AutoTokenizer, source, revision), target_tokenizer)
+    check_language_model(config, target_vocab_size, tokenizers)
+    return config, tokenizers
 
 
 def _read(kind: type, source: str | Path, revision: str | None, **options: object) -> object:
