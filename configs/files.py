@@ -13,9 +13,6 @@ from pathlib import Path
 
 from ecospec.configs.errors import InputError
 
-# A folder that holds one of these was written by one of the commands and may be replaced when the user says so.
-ARTIFACTS = ("results.json", "provenance.json", "report.html", "tokens.parquet")
-
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary file beside `path`, flush it to disk, then rename it over `path`.
@@ -60,17 +57,19 @@ def sha256_json(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def require_new_folder(folder: Path, overwrite: bool) -> None:
-    """Make sure that `folder` can be written, before long work begins.
+def require_new_folder(folder: Path, overwrite: bool, artifact: str) -> None:
+    """Make sure that `folder` can be written, before long work begins. `artifact`: what the command always writes.
 
-    Raises InputError when it holds anything and `overwrite` is off, when it holds something that no command wrote, or
-    when it cannot be made.
+    Raises InputError when it holds anything and `overwrite` is off, when it holds something that the same command did
+    not write, or when it cannot be made.
     """
     if folder.exists() and not folder.is_dir():
         raise InputError(f"--output {folder}: is a file, not a folder")
     if folder.is_dir() and any(folder.iterdir()):
-        if not any((folder / name).exists() for name in ARTIFACTS):
-            raise InputError(f"--output {folder}: holds files that are not ours; choose another folder")
+        if not (folder / artifact).exists():
+            raise InputError(
+                f"--output {folder}: holds files that are not ours to replace (no {artifact}); choose another folder"
+            )
         if not overwrite:
             raise InputError(f"--output {folder}: the folder is not empty; choose another or add --overwrite")
     try:

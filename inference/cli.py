@@ -53,27 +53,27 @@ def evaluate(config: DecodeConfig) -> None:
     from ecospec.inference.runfolder import run_eval
 
     _prepare_process(config)
-    print(run_eval(config, _output(config)))
+    print(run_eval(config, _output(config, "results.json")))
 
 
 def record(config: DecodeConfig) -> None:
-    from ecospec.inference.offline import run_record
+    from ecospec.inference.offline import TREES, run_record
 
     _prepare_process(config)
-    print(run_record(config, _output(config)))
+    print(run_record(config, _output(config, TREES)))
 
 
 def replay(config: DecodeConfig) -> None:
-    from ecospec.inference.offline import run_replay
+    from ecospec.inference.offline import REPLAY, run_replay
 
     _prepare_process(config)
-    print(run_replay(config, _output(config)))
+    print(run_replay(config, _output(config, REPLAY)))
 
 
 def report(config: DecodeConfig, folders: list[str]) -> None:
     from ecospec.inference.report import write_report
 
-    for path in write_report([Path(folder) for folder in folders], _output(config)):
+    for path in write_report([Path(folder) for folder in folders], _output(config, "report.html")):
         print(path)
 
 
@@ -93,12 +93,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
 
-def _output(config: DecodeConfig) -> Path:
+def _output(config: DecodeConfig, artifact: str) -> Path:
     from ecospec.configs.files import require_new_folder
 
     if config.output is None:
         raise InputError("--output: not given; say which folder to write")
-    require_new_folder(Path(config.output), config.overwrite)
+    require_new_folder(Path(config.output), config.overwrite, artifact)
     return Path(config.output)
 
 

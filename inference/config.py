@@ -100,9 +100,11 @@ class DecodeConfig(PromptConfig):
         for name in ("max_new_tokens", "threads"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "must be at least 1")
-        _require(bool(self.batch_size), "batch_size", self.batch_size, "give at least one")
+        for name in ("batch_size", "temperature"):
+            values = getattr(self, name)
+            _require(bool(values), name, values, "give at least one")
+            _require(len(set(values)) == len(values), name, values, "give each once")
         _require(all(size >= 1 for size in self.batch_size), "batch_size", self.batch_size, "must be at least 1")
-        _require(bool(self.temperature), "temperature", self.temperature, "give at least one")
         _require(all(t >= 0 for t in self.temperature), "temperature", self.temperature, "must not be negative")
 
 

@@ -7,9 +7,10 @@ on the text alone; then all of them are decoded together. Called as a hook (`Cus
 Letters: B texts, T tokens of the prompts, padding included.
 """
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedTokeni
 from transformers.generation.logits_process import (
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
+    LogitsProcessorList,
     PrefixConstrainedLogitsProcessor,
 )
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
@@ -135,15 +137,27 @@ class CustomGenerate:
         cache = model_kwargs.get("cache")
         one = Prepared(input_ids, logits_processor, stopping_criteria, generation_config, cache)
         drawn_from = _generators(None, input_ids, generation_config)
+        texts = enumerate(zip(input_ids, drawn_from, _paddings(mask_BT), strict=True))
         rows = [
-            Row(ids_T, _picker(one, generator), padding)
-            for ids_T, generator, padding in zip(input_ids, drawn_from, _paddings(mask_BT), strict=True)
+            Row(ids_T, _picker(replace(one, logits_processor=_for_row(logits_processor, number)), generator), padding)
+            for number, (ids_T, generator, padding) in texts
         ]
         with RoutingRecorder(model) as recorder:
             loop = SpeculativeLoop(model, self.method, recorder)
             out = run(loop, rows, [one] * len(rows), input_ids)
         self.last_run = loop.run
         return out
+
+
+def _for_row(processors: Sequence, number: int) -> LogitsProcessorList:
+    """The processors of a whole batch as one text's: the repetition penalty knows each text's padding."""
+    own = LogitsProcessorList()
+    for processor in processors:
+        if isinstance(getattr(processor, "prompt_ignore_length", None), Tensor):
+            processor = copy.copy(processor)
+            processor.prompt_ignore_length = processor.prompt_ignore_length[number : number + 1]
+        own.append(processor)
+    return own
 
 
 def run(

@@ -24,7 +24,7 @@ from ecospec.predictor.simple import fit_tables
 from ecospec.tracing.recorder import RoutingRecorder
 from ecospec.tracing.target import Target, load_target
 
-TREES = "trees.parquet"
+TREES, REPLAY = "trees.parquet", "replay.json"
 REPLAYED = ("confidence", "marginal", "global")
 GAMMAS = range(1, 8)
 
@@ -49,7 +49,10 @@ def run_record(config: DecodeConfig, output: Path) -> str:
 
 
 def run_replay(config: DecodeConfig, output: Path) -> str:
-    """Replay every policy × footprint source × γ, write `results.json`, and return a table as Markdown."""
+    """Replay every policy × footprint source × γ and write `replay.json`, its runs with the keys of `results.json`.
+
+    Returns a table of the last data set (all of them together where there are several) as Markdown.
+    """
     trees = _read(config)
     tables = _tables(config, trees)
     recorded = trees.positions[0].experts_pred_NLK is not None if trees.positions else False
@@ -57,7 +60,7 @@ def run_replay(config: DecodeConfig, output: Path) -> str:
     runs = replay(trees, combinations(REPLAYED, sources, GAMMAS), tables)
 
     def write(folder: Path) -> None:
-        write_json(folder / "results.json", {"runs": runs})
+        write_json(folder / REPLAY, {"runs": runs})
         write_json(folder / "provenance.json", provenance() | {"config": dataclasses.asdict(config)})
 
     replace_folder(output, write)

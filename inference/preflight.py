@@ -6,7 +6,6 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ecospec.configs.errors import InputError
-from ecospec.configs.files import read_json
 from ecospec.inference.assemble import (
     MethodPlan,
     check_moe,
@@ -22,7 +21,7 @@ from ecospec.inference.drafters.headers import safetensors_shapes
 from ecospec.inference.drafters.language_model import inspect_language_model
 from ecospec.inference.drafters.mtp import inspect_mtp
 from ecospec.inference.verification import check_batch, check_tree_support
-from ecospec.predictor.model import ExpertPredictorConfig
+from ecospec.predictor.model import predictor_values
 from ecospec.tracing.target import (
     MoeShape,
     config_hash,
@@ -139,10 +138,8 @@ def _check_footprints(config: DecodeConfig, plan: MethodPlan, model_config: PreT
         return f"{plan.selection.footprints}, counted from {open_traces(config.traces, shape.counts).folder}"
     path = plan.predictor.path
     folder = part_folder(path, "predictor")
-    values = read_json(folder / "config.json")
-    if values.get("model_type") != ExpertPredictorConfig.model_type:
-        raise InputError(f"--predictor.path {path}: is no expert predictor; give what ecospec-train predictor wrote")
-    found = (values["num_layers"], values["num_experts"], values["num_experts_per_tok"])
+    values = predictor_values(folder)
+    found = tuple(values.get(key) for key in ("num_layers", "num_experts", "num_experts_per_tok"))
     check_moe(f"--predictor.path {path}", found, shape.counts)
     identity = {
         "target_config_sha256": config_hash(model_config),
@@ -150,8 +147,8 @@ def _check_footprints(config: DecodeConfig, plan: MethodPlan, model_config: PreT
         "vocab_size": shape.vocab_size,
         "embedding_size": shape.hidden_size,
     }
-    different = [key for key, value in identity.items() if values[key] != value]
+    different = [key for key, value in identity.items() if values.get(key) != value]
     if different:
         raise InputError(f"--predictor.path {path}: trained for another target ({', '.join(different)} differ)")
     weights = sum(torch.Size(size).numel() for size in safetensors_shapes(folder / "model.safetensors").values())
-    return f"{folder}, {weights / 1e6:.2f} M weights, trained for {values['target']}"
+    return f"{folder}, {weights / 1e6:.2f} M weights, trained for {values.get('target')}"

@@ -117,17 +117,25 @@ def _speed(group: list[Outcome], reference: list[Outcome]) -> dict:
     tokens, seconds = _tokens_and_seconds(group)
     plain_tokens, plain_seconds = _tokens_and_seconds(reference)
     picks = np.random.default_rng(0).integers(len(tokens), size=(RESAMPLES, len(tokens)))
-    ratios = (tokens[picks].sum(1) / seconds[picks].sum(1)) / (plain_tokens[picks].sum(1) / plain_seconds[picks].sum(1))
+    rates, plain_rates = (
+        t[picks].sum(1) / s[picks].sum(1) for t, s in ((tokens, seconds), (plain_tokens, plain_seconds))
+    )
+    ratios_R = rates[plain_rates > 0] / plain_rates[plain_rates > 0]
     rate, plain_rate = tokens.sum() / seconds.sum(), plain_tokens.sum() / plain_seconds.sum()
+    measured = tokens.sum() > 0  # not where prefill gave every text's only token
     return {
         "samples": sum(len(outcome.prompts) for outcome in group),
         "tokens": sum(outcome.run.new_tokens for outcome in group),
-        "tokens_per_second": float(rate),
-        "speedup_vs_ar": float(rate / plain_rate),
-        "interval": [float(edge) for edge in np.percentile(ratios, [2.5, 97.5])] if len(group) > 1 else None,
+        "tokens_per_second": float(rate) if measured else None,
+        "speedup_vs_ar": float(rate / plain_rate) if measured else None,
+        "interval": _interval(ratios_R) if measured and len(group) > 1 else None,
         "decode_seconds": float(seconds.sum()),
         "prefill_seconds": float(np.mean([outcome.run.prefill_seconds for outcome in group])),
     }
+
+
+def _interval(ratios_R: np.ndarray) -> list[float]:
+    return [float(edge) for edge in np.percentile(ratios_R, [2.5, 97.5])]
 
 
 def _tokens_and_seconds(group: list[Outcome]) -> tuple[np.ndarray, np.ndarray]:

@@ -83,7 +83,7 @@ class DraftTrees:
 
 
 def stack(trees: list[DraftTree]) -> DraftTrees:
-    """Trees of several texts as one batch."""
+    """Trees of several texts as one batch; depths are those that the parents give."""
     width = max(len(tree) for tree in trees)
 
     def padded(rows: list[Tensor], value: float | None = None) -> Tensor:
@@ -91,13 +91,15 @@ def stack(trees: list[DraftTree]) -> DraftTrees:
         filling = [(row[0] if value is None else row.new_tensor(value)).expand(width - len(row)) for row in rows]
         return torch.stack([torch.cat(pair) for pair in zip(rows, filling, strict=True)])
 
+    parents_BN = padded([tree.parents_N for tree in trees])
+    depth_BN = depths_of(parents_BN)
     return DraftTrees(
         padded([tree.tokens_N for tree in trees]),
-        padded([tree.parents_N for tree in trees]),
+        parents_BN,
         padded([tree.prob_N.float() for tree in trees], 0.0),
-        padded([tree.depth_N for tree in trees]),
+        depth_BN,
         padded([torch.ones_like(tree.tokens_N, dtype=torch.bool) for tree in trees], False),
-        max(int(tree.depth_N.max()) for tree in trees),
+        int(depth_BN.max()),
     )
 
 

@@ -172,7 +172,7 @@ def open_traces(config: TrainConfig) -> TraceSet:
             raise InputError(f"--{key}: missing; give a folder")
     if (config.max_minutes, config.max_steps, config.max_epochs) == (None, None, None):
         raise InputError("--max_minutes: training has no limit; give max_minutes, max_steps or max_epochs")
-    require_new_folder(Path(config.output), config.overwrite)
+    require_new_folder(Path(config.output), config.overwrite, "metrics.json")
     return read_traces(config.traces)
 
 

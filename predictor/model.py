@@ -100,7 +100,10 @@ class ExpertPredictor(PreTrainedModel):
         if found != expected:
             raise InputError(f"{self._origin()}; this target's embedding table is {found}, not {expected}")
         if embedding_hash(table_VD) != self.config.embedding_sha256:
-            raise InputError(f"{self._origin()}; this target's embedding table holds other values")
+            raise InputError(
+                f"{self._origin()}; this target's embedding table holds other values (in float16 they would: "
+                "load it with --target.dtype bfloat16 or float32)"
+            )
         self.table_VD = table_VD
         return self
 
@@ -138,14 +141,20 @@ class ExpertPredictor(PreTrainedModel):
         return f"predictor {where}: it was trained for target {self.config.target}"
 
 
+def predictor_values(folder: Path) -> dict:
+    """The `config.json` of a predictor folder. Raises InputError for anything else's."""
+    values = read_json(folder / "config.json")
+    if not isinstance(values, dict) or values.get("model_type") != ExpertPredictorConfig.model_type:
+        raise InputError(f"{folder}: is no expert predictor; give the folder that ecospec-train predictor wrote")
+    return values
+
+
 def load_predictor(folder: Path) -> ExpertPredictor:
     """The predictor of a folder, in float32 and without an embedding table.
 
     Raises InputError when the folder holds something else, or weights that are unreadable or not its configuration's.
     """
-    values = read_json(folder / "config.json")
-    if not isinstance(values, dict) or values.get("model_type") != ExpertPredictorConfig.model_type:
-        raise InputError(f"{folder}: is no expert predictor; give the folder that ecospec-train predictor wrote")
+    predictor_values(folder)
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # the report on the keys becomes one error below
     try:

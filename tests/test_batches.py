@@ -99,6 +99,15 @@ def test_each_text_of_a_batch_is_the_text_alone(family, count, options):
         assert together(model, texts, drafter, joint, **options) == padded(answers)
 
 
+def test_a_repetition_penalty_leaves_the_padding_of_a_hooked_batch_out():
+    model = tiny_model("qwen3_moe", 2)
+    model.generation_config.eos_token_id = None
+    ids_BT, mask_BT = left_padded(texts_of(4, 2))
+    options = {"attention_mask": mask_BT, "max_new_tokens": 12, "pad_token_id": 0, **GREEDY, "repetition_penalty": 1.5}
+    hook = CustomGenerate(Method(HashedDrafter({}), "confidence"))
+    assert torch.equal(model.generate(ids_BT, custom_generate=hook, **options), model.generate(ids_BT, **options))
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_processors_see_each_text_without_its_padding(seed):
     model = tiny_model("qwen3_moe", seed)

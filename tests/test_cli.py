@@ -127,17 +127,25 @@ def test_a_failed_write_leaves_the_old_content(tmp_path):
 def test_a_folder_in_use_is_refused_unless_overwritten(tmp_path):
     (tmp_path / "results.json").touch()
     with pytest.raises(InputError, match="--overwrite"):
-        require_new_folder(tmp_path, overwrite=False)
-    require_new_folder(tmp_path, overwrite=True)
+        require_new_folder(tmp_path, False, "results.json")
+    require_new_folder(tmp_path, True, "results.json")
     with pytest.raises(InputError, match="is a file"):
-        require_new_folder(tmp_path / "results.json", overwrite=True)
+        require_new_folder(tmp_path / "results.json", True, "results.json")
 
 
 def test_a_folder_that_no_command_wrote_is_never_replaced(tmp_path):
     (tmp_path / "thesis.tex").touch()
     for overwrite in (False, True):
         with pytest.raises(InputError, match="not ours"):
-            require_new_folder(tmp_path, overwrite)
+            require_new_folder(tmp_path, overwrite, "results.json")
+
+
+def test_a_folder_that_another_command_wrote_is_not_replaced_either(tmp_path):
+    (tmp_path / "trees.parquet").touch()
+    (tmp_path / "provenance.json").touch()
+    with pytest.raises(InputError, match=r"not ours to replace \(no report.html\)"):
+        require_new_folder(tmp_path, True, "report.html")
+    require_new_folder(tmp_path, True, "trees.parquet")
 
 
 def test_replacing_a_folder_is_all_or_nothing(tmp_path):

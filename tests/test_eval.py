@@ -315,7 +315,7 @@ def test_recorded_trees_are_replayed_without_the_target(lab, tmp_path, capsys):
     prompts = ["--prompts", str(lab.prompts), "--samples", "2", "--max-new-tokens", "8"]
     assert main(["record", *shared, *prompts, "--output", str(tmp_path / "trees")]) == 0
     assert main(["replay", "--trees", str(tmp_path / "trees"), "--output", str(tmp_path / "replayed")]) == 0
-    runs = json.loads((tmp_path / "replayed" / "results.json").read_text())["runs"]
+    runs = json.loads((tmp_path / "replayed" / "replay.json").read_text())["runs"]
     assert {run["selection"] for run in runs} == {"confidence", "marginal", "global"}
     assert {run["footprints"] for run in runs} == {None, "oracle", "predictor"}
     assert "| 4 | marginal/predictor |" in capsys.readouterr().out

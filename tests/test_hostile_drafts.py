@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from ecospec.configs.errors import InputError
 from ecospec.inference import generate
 from ecospec.inference.selection import POLICIES
 from ecospec.inference.tree import DraftTree, depths_of
@@ -80,3 +81,31 @@ def test_no_shape_policy_or_budget_changes_the_text(family, shape):
         for gamma in {1, 2, 4, len(SHAPES[shape])}:
             for options in (GREEDY, {**SAMPLED, **PROCESSED}):
                 check(model, shape, "mixed", seed, policy, gamma, options)
+
+
+class Misshapen:
+    """One draft whose depth or root is wrong."""
+
+    feature_layers = ()
+
+    def __init__(self, truth, root=0, depth=1):
+        self.truth, self.root, self.depth = truth, root, depth
+
+    def reset(self): ...
+
+    def draft(self, ids_T, features_nF):
+        next_token = torch.tensor(self.truth[min(len(ids_T), len(self.truth) - 1)])
+        tokens = torch.stack([(ids_T[-1] + self.root) % VOCABULARY, next_token])
+        return DraftTree(tokens, torch.tensor([-1, 0]), torch.tensor([1.0, 0.5]), torch.tensor([0, self.depth]))
+
+
+def test_a_wrong_depth_does_no_harm_and_a_wrong_root_is_refused():
+    model = tiny_model("qwen3_moe", 0)
+    model.generation_config.eos_token_id = None
+    ids = torch.tensor([[5, 9, 2]])
+    expected = model.generate(ids, max_new_tokens=12, **GREEDY)
+    truth = expected[0].tolist()
+    options = {"policy": "confidence", "gamma": 2, "max_new_tokens": 12, **GREEDY}
+    assert torch.equal(generate(model, ids, drafter=Misshapen(truth, depth=7), **options), expected)
+    with pytest.raises(InputError, match="begin with its root"):
+        generate(model, ids, drafter=Misshapen(truth, root=1), **options)

@@ -44,6 +44,6 @@ def _export(config: TraceConfig, folders: list[str]) -> None:
 
     if config.output is None:
         raise InputError("no folder to write to: give --output DIR")
-    require_new_folder(Path(config.output), config.overwrite)
+    require_new_folder(Path(config.output), config.overwrite, TOKENS_FILE)
     rows = export_tokens(folders[0], config.output)
     print(f"{config.output}/{TOKENS_FILE}: {rows} tokens")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import yaml
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -116,20 +117,34 @@ def load_target(config: TargetConfig) -> Target:
     shape = shape_of(model_config, config.trust_remote_code)
     _weight_files(config)
     tokenizer = load_tokenizer(config, shape.vocab_size)
-    model = AutoModelForCausalLM.from_pretrained(
+    model = load_model(
         path,
+        f"--target.name {config.name}",
         config=model_config,
         revision=config.revision,
         dtype=config.dtype if config.dtype == "auto" else getattr(torch, config.dtype),
         experts_implementation=config.experts_implementation,
         trust_remote_code=config.trust_remote_code,
         **loading_options(config, model_config),
-    ).eval()
+    )
     if config.expert_mib is not None:
         widen_experts(model, config.expert_mib)
     if config.device_map is None:
         model.to("cuda" if torch.cuda.is_available() else "cpu")
     return Target(config.name, path, model, tokenizer, shape, config_hash(model_config))
+
+
+def load_model(path: str | Path, where: str, **options: object) -> nn.Module:
+    """A causal language model with all its weights. Raises InputError, naming `where`, for absent or broken ones."""
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
+    except SafetensorError as error:
+        raise InputError(f"{where}: its weights cannot be read ({error}); fetch the checkpoint again") from None
+    absent = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
+    if absent:
+        shown = ", ".join(absent[:3]) + (f" and {len(absent) - 3} more" if len(absent) > 3 else "")
+        raise InputError(f"{where}: the checkpoint lacks weights that its config.json promises ({shown})")
+    return model.eval()
 
 
 def loading_options(config: TargetConfig, model_config: PreTrainedConfig) -> dict:

@@ -9,9 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from transformers import Cache
 
+from ecospec.configs.errors import InputError
 from ecospec.inference.tree import DraftTree, DraftTrees, stack
 
 FINAL = -1  # the feature layer whose output is the target's last hidden state, after its final norm
@@ -71,9 +73,13 @@ class EachRow(BatchDrafter):
             row.reset()
 
     def draft(self, texts: list[Tensor], features: list[Tensor] | None) -> DraftTrees:
-        """See `BatchDrafter`."""
+        """See `BatchDrafter`. Raises InputError for a tree that is not rooted at its text's last token."""
         given = features or [None] * len(texts)
-        return stack([row.draft(*pair) for row, *pair in zip(self.rows, texts, given, strict=True)])
+        trees = stack([row.draft(*pair) for row, *pair in zip(self.rows, texts, given, strict=True)])
+        roots_B = torch.stack([ids_T[-1] for ids_T in texts])
+        if not (torch.equal(trees.tokens_BN[:, 0], roots_B) and bool((trees.parents_BN[:, 0] == -1).all())):
+            raise InputError("drafter: a tree must begin with its root, the last token of the text, with parent -1")
+        return trees
 
     def keep_rows(self, rows: list[int]) -> None:
         """See `BatchDrafter`."""

@@ -67,6 +67,8 @@ def inspect_head(
     missing, unused or of the wrong shape.
     """
     values = read_json(folder / "config.json")
+    if not isinstance(values, dict):
+        raise InputError(f"{folder / 'config.json'}: is no configuration of a draft head")
     shapes = {key: shape for file in weight_files(folder) for key, shape in _read_shapes(file).items()}
     spec = resolve(folder, values, shapes, target.get_text_config(), feature_layers, rope_theta)
     _check_keys(spec)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     Cache,
     DynamicCache,
@@ -26,6 +25,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from ecospec.configs.errors import InputError
 from ecospec.inference.cache import additive
 from ecospec.inference.drafters.base import DraftHead
+from ecospec.tracing.target import load_model
 
 Tokenizers = tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase]  # the draft model's and the target's
 MASKED = ("eager", "sdpa")  # attention implementations that take a mask as a tensor
@@ -90,8 +90,11 @@ def load_language_model_head(
     """
     target_vocab_size = target_model.config.get_text_config().vocab_size
     _, tokenizers = inspect_language_model(source, target_vocab_size, target_tokenizer, revision)
-    model = _read(AutoModelForCausalLM, source, revision, dtype=target_model.dtype)
-    model = model.to(target_model.device).requires_grad_(False).eval()
+    try:
+        model = load_model(source, f"draft model {source}", revision=revision, dtype=target_model.dtype)
+    except OSError as error:
+        raise _unreadable(source, "its weights", error) from None
+    model.to(target_model.device).requires_grad_(False).eval()
     return LanguageModelHead(model, target_vocab_size, tokenizers)
 
 
@@ -105,12 +108,16 @@ def inspect_language_model(
     return config, tokenizers
 
 
-def _read(kind: type, source: str | Path, revision: str | None, **options: object) -> object:
+def _read(kind: type, source: str | Path, revision: str | None) -> object:
     try:
-        return kind.from_pretrained(source, revision=revision, **options)
+        return kind.from_pretrained(source, revision=revision)
     except (OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(f"{source}: {kind.__name__} cannot read a draft model there ({reason})") from None
+        raise _unreadable(source, kind.__name__, error) from None
+
+
+def _unreadable(source: str | Path, what: str, error: Exception) -> InputError:
+    reason = " ".join(str(error).split())[:200]
+    return InputError(f"--drafter.path {source}: cannot read a draft model there ({what}: {reason})")
 
 
 def check_language_model(
