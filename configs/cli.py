@@ -6,6 +6,7 @@
 import dataclasses
 import json
 import logging
+import re
 import sys
 import types
 import typing
@@ -72,7 +73,7 @@ def parse(prog: str, schema: type, argv: Sequence[str], folders: str | int | Non
         namespace = parser.parse_args(options)
         values = parser.instantiate(namespace)
     except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
-        raise InputError(_one_line(error)) from None
+        raise InputError(_reworded(error)) from None
     config = schema(**{field.name: values[field.name] for field in dataclasses.fields(schema)})
     return config, values["dir"] if folders else None
 
@@ -85,7 +86,7 @@ def override(base: object, changes: dict, where: str) -> object:
         values = parser.instantiate(parser.parse_object(dataclasses.asdict(base) | changes))
         return type(base)(**values.as_dict())
     except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
-        raise InputError(f"{where}: {_one_line(error)}") from None
+        raise InputError(f"{where}: {_reworded(error)}") from None
 
 
 def expand_options(schema: type, argv: Sequence[str]) -> list[str]:
@@ -187,7 +188,7 @@ def _read_yaml(parser: jsonargparse.ArgumentParser, schema: type, name: str) -> 
     try:
         parser.parse_string(text)
     except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
-        raise InputError(f"{path}: {_one_line(error)}") from None
+        raise InputError(f"{path}: {_reworded(error)}") from None
     return text
 
 
@@ -231,6 +232,12 @@ def _is_flag(argv: Sequence[str], word: str) -> bool:
 
 def _one_line(error: object) -> str:
     return " ".join(str(error).split())
+
+
+def _reworded(error: object) -> str:
+    """A message of the parser with keys as the options that users type, and types by their names."""
+    text = re.sub(r'Parser key "([\w.]+)": ', r"--\1: ", _one_line(error))
+    return re.sub(r"<class '(\w+)'>", r"\1", text)
 
 
 def _fail(prog: str, error: object, code: int) -> int:

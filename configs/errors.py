@@ -1,5 +1,7 @@
 """The two kinds of failure a command reports in one line instead of a traceback."""
 
+import textwrap
+
 
 class InputError(ValueError):
     """Bad input: the message names the file, key or line and the remedy. Commands exit with code 2."""
@@ -7,3 +9,8 @@ class InputError(ValueError):
 
 class DamageError(RuntimeError):
     """Something on disk, or in what an engine returned, is not as it was written. Commands exit with code 1."""
+
+
+def brief(error: Exception) -> str:
+    """Another library's message as one line of at most 200 characters, for use within one of ours."""
+    return textwrap.shorten(str(error), 200, placeholder=" …")

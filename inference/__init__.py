@@ -8,6 +8,7 @@ from ecospec.configs.lazy import attributes
 _HOMES = {
     "CustomGenerate": "generation",
     "DraftTree": "tree",
+    "DrafterConfig": "config",
     "EcoSpecDecoder": "api",
     "Method": "decoder",
     "generate": "api",

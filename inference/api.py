@@ -34,7 +34,7 @@ class EcoSpecDecoder:
     def from_pretrained(
         cls,
         target: str,
-        drafter: str | None = None,
+        drafter: str | DrafterConfig | None = None,
         predictor: str | None = None,
         policy: str = "marginal",
         gamma: int = 4,
@@ -42,11 +42,11 @@ class EcoSpecDecoder:
         epsilon: float = EPSILON,
         footprints: str = "predictor",
         traces: str | None = None,
-        steps: int = 3,
-        topk: int = 2,
         **target_options,
     ) -> "EcoSpecDecoder":
         """Load everything. Without a drafter it decodes plainly; `target_options` are the keys of `target.*`.
+
+        `drafter` is an EAGLE-3 head's folder, or a `DrafterConfig` for another kind or another tree.
 
         Raises InputError when a part is missing or belongs to another target.
         """
@@ -54,7 +54,7 @@ class EcoSpecDecoder:
         plan = MethodPlan(
             label="EcoSpec",
             baseline=None if drafter else "none",
-            drafter=DrafterConfig(path=drafter, steps=steps, topk=topk),
+            drafter=drafter if isinstance(drafter, DrafterConfig) else DrafterConfig(path=drafter),
             selection=SelectionConfig(policy, footprints, gamma, epsilon),
             predictor=PredictorConfig(path=predictor),
         )

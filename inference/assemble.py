@@ -10,7 +10,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 
 from ecospec.configs.cli import SHORT_FORMS, override
-from ecospec.configs.errors import InputError
+from ecospec.configs.errors import InputError, brief
 from ecospec.data.traces import TraceSet, read_traces
 from ecospec.inference.config import (
     BASELINES,
@@ -135,7 +135,7 @@ class Workshop:
 
     @cached_property
     def _tables(self) -> dict:
-        traces = open_traces(self.traces, self.target.shape.counts)
+        traces = open_traces(self.traces, self.target.shape.counts, self.target.config_sha256)
         return fit_tables(traces, self.target.shape.vocab_size)
 
 
@@ -156,8 +156,8 @@ def _from_hub(name: str, part: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.bin"]))
     except (OSError, ValueError, HfHubHTTPError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(f"--{part}.path {name}: no such folder, and not to be had from the hub ({reason})") from None
+        why = f"no such folder, and not to be had from the hub ({brief(error)})"
+        raise InputError(f"--{part}.path {name}: {why}") from None
 
 
 def draft_model_source(config: DrafterConfig) -> str:
@@ -172,12 +172,18 @@ def mtp_source(config: DrafterConfig, target_path: str) -> str:
     return target_path if config.path in (None, "lab") else config.path
 
 
-def open_traces(path: str | None, counts: tuple[int, int, int]) -> TraceSet:
-    """The traces that tables are counted from. Raises InputError when there are none or they are another target's."""
+def open_traces(path: str | None, counts: tuple[int, int, int], config_sha256: str | None = None) -> TraceSet:
+    """The traces that tables are counted from, of the target with this (L, E, K) and configuration hash.
+
+    Raises InputError when there are none or they are another target's.
+    """
     if path is None:
         raise InputError("--selection.footprints: frequency and token are counted from traces; give --traces DIR")
     traces = read_traces(path)
     check_moe(f"--traces {path}", (traces.num_layers, traces.num_experts, traces.top_k), counts)
+    recorded = traces.manifest["target"]
+    if config_sha256 not in (None, recorded["config_sha256"]):
+        raise InputError(f"--traces {path}: recorded on {recorded['name']}, another target; trace this one")
     return traces
 
 

@@ -7,14 +7,17 @@ from pathlib import Path
 
 from ecospec.configs import cli
 from ecospec.configs.errors import InputError
-from ecospec.inference.config import DecodeConfig
+from ecospec.inference.config import DecodeConfig, only_one
 
 
 def check(config: DecodeConfig) -> None:
     from ecospec.inference.preflight import preflight
+    from ecospec.inference.runfolder import prompts_in_context
 
     for finding in preflight(config):
         print(f"{finding.what:<24} {finding.value}")
+    if config.prompts or config.datasets:
+        print(f"{'prompts':<24} {len(prompts_in_context(config))}, which fit the target's context")
     print("everything fits")
 
 
@@ -32,6 +35,7 @@ def generate(config: DecodeConfig) -> None:
     import torch  # isort: skip
 
     config = replace(config, methods=[])
+    only_one(config, "generate")
     prompts = prompts_in_context(config)
     preflight(config)
     _prepare_process(config)

@@ -1,11 +1,13 @@
 """Keys of `ecospec-decode`. Every field's docstring is its line in `--help`. Imports nothing heavy."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ecospec.configs.errors import InputError
 from ecospec.configs.schema import PromptConfig, TargetConfig
 
+LEAST_TEMPERATURE = 1e-3  # below it logits overflow
 BASELINES = ("none", "hf_greedy")  # our plain loop; Transformers' own `generate`
 
 
@@ -25,8 +27,12 @@ class DrafterConfig:
     """Base of an EAGLE-3 head's rotary embedding; by default what its checkpoint says."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "topk"):
-            _require(getattr(self, name) >= 1, f"drafter.{name}", getattr(self, name), "must be 1 or more")
+        for name, most in (("steps", 64), ("topk", 256)):
+            value = getattr(self, name)
+            _require(1 <= value <= most, f"drafter.{name}", value, f"must be 1 to {most}")
+        base, layers = self.rope_theta, self.feature_layers
+        _require(base is None or 0 < base < math.inf, "drafter.rope_theta", base, "must be positive")
+        _require(layers is None or bool(layers), "drafter.feature_layers", layers, "give at least one layer")
 
 
 @dataclass
@@ -50,7 +56,7 @@ class SelectionConfig:
 
     def __post_init__(self) -> None:
         _require(self.gamma >= 1, "selection.gamma", self.gamma, "must be 1 or more (1 verifies the root alone)")
-        _require(self.epsilon > 0, "selection.epsilon", self.epsilon, "must be positive")
+        _require(0 < self.epsilon < math.inf, "selection.epsilon", self.epsilon, "must be positive and finite")
 
 
 @dataclass
@@ -78,7 +84,7 @@ class DecodeConfig(PromptConfig):
     traces: str | None = None
     """Trace folder from which the footprints `frequency` and `token` are counted."""
     trees: str | None = None
-    """Folder that `record` wrote, or its tree file, for `replay`."""
+    """Folder that `record` wrote, or its tree file, for `replay`; `lab` is the shipped one."""
     temperature: list[float] = field(default_factory=lambda: [0.0])
     """Temperatures; 0 is greedy."""
     max_new_tokens: int = 64
@@ -97,15 +103,21 @@ class DecodeConfig(PromptConfig):
     """Replace what an earlier run wrote into the output folder."""
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "threads"):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, name, value, "must be at least 1")
+        _require(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "must be at least 1")
+        _require(self.threads is None or 1 <= self.threads <= 1024, "threads", self.threads, "must be 1 to 1024")
         for name in ("batch_size", "temperature"):
             values = getattr(self, name)
             _require(bool(values), name, values, "give at least one")
             _require(len(set(values)) == len(values), name, values, "give each once")
         _require(all(size >= 1 for size in self.batch_size), "batch_size", self.batch_size, "must be at least 1")
-        _require(all(t >= 0 for t in self.temperature), "temperature", self.temperature, "must not be negative")
+        usable = all(t == 0 or LEAST_TEMPERATURE <= t < math.inf for t in self.temperature)
+        _require(usable, "temperature", self.temperature, f"must be 0 (greedy) or at least {LEAST_TEMPERATURE}")
+
+
+def only_one(config: DecodeConfig, command: str) -> None:
+    """Raises InputError where `command` would have to ignore a second temperature or a batch."""
+    _require(len(config.temperature) == 1, "temperature", config.temperature, f"{command} takes one")
+    _require(config.batch_size == [1], "batch_size", config.batch_size, f"{command} decodes text by text")
 
 
 def _require(holds: bool, key: str, value: object, rule: str) -> None:

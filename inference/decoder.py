@@ -45,7 +45,7 @@ class Method:
     joint: bool = False
 
     def __post_init__(self) -> None:
-        check_selection(self.policy, self.gamma)
+        check_selection(self.policy, self.gamma, self.epsilon)
         if self.drafter is not None and not isinstance(self.drafter, BatchDrafter):
             self.drafter = EachRow(self.drafter)
         if self.drafter is not None and self.policy in NEEDS_FOOTPRINTS and self.footprints is None:

@@ -215,6 +215,8 @@ def _checked(
     input_ids: Tensor, attention_mask: Tensor | None, model: nn.Module, options: dict
 ) -> tuple[Tensor, Tensor]:
     """Ids and mask [B, T] on the model's device. Raises InputError for another shape, or padding that is not left."""
+    if not isinstance(input_ids, Tensor):
+        raise InputError(f"input_ids: give a tensor of token ids [B, T], not {type(input_ids).__name__}")
     if input_ids.dim() != 2 or 0 in input_ids.shape:
         raise InputError(f"input_ids of shape {list(input_ids.shape)}: give token ids as [B, T], at least one token")
     input_ids = input_ids.to(model.device)

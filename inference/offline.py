@@ -12,7 +12,7 @@ from ecospec.configs.files import provenance, replace_folder, write_json
 from ecospec.configs.progress import progress
 from ecospec.data.prompts import Prompt
 from ecospec.inference.assemble import MethodPlan, Workshop, open_traces, plan_methods
-from ecospec.inference.config import DecodeConfig
+from ecospec.inference.config import DecodeConfig, only_one
 from ecospec.inference.evaluate import sample_seed, sampling_options
 from ecospec.inference.preflight import preflight
 from ecospec.inference.record import TreeRecorder
@@ -22,7 +22,7 @@ from ecospec.inference.runfolder import prompts_in_context
 from ecospec.inference.treefile import Identity, Position, TreeSet, read_trees, write_trees
 from ecospec.predictor.simple import fit_tables
 from ecospec.tracing.recorder import RoutingRecorder
-from ecospec.tracing.target import Target, load_target
+from ecospec.tracing.target import Target, lab_folder, load_target
 
 TREES, REPLAY = "trees.parquet", "replay.json"
 REPLAYED = ("confidence", "marginal", "global")
@@ -32,6 +32,7 @@ GAMMAS = range(1, 8)
 def run_record(config: DecodeConfig, output: Path) -> str:
     """Record the pools along the prompts' texts at the first temperature; returns one line on what was written."""
     config = replace(config, methods=[])
+    only_one(config, "record")
     prompts = prompts_in_context(config)
     preflight(config)
     target, (plan,) = load_target(config.target), plan_methods(config)
@@ -71,6 +72,7 @@ def run_replay(config: DecodeConfig, output: Path) -> str:
 def _identity(config: DecodeConfig, target: Target, plan: MethodPlan, prompts: list[Prompt]) -> Identity:
     return Identity(
         target=target.name,
+        target_config_sha256=target.config_sha256,
         drafter=plan.drafter.kind,
         predictor=plan.predictor.path if plan.needs_footprints else None,
         temperature=config.temperature[0],
@@ -99,7 +101,7 @@ def _positions(config: DecodeConfig, target: Target, plan: MethodPlan, prompts: 
 def _read(config: DecodeConfig) -> TreeSet:
     if config.trees is None:
         raise InputError("--trees: not given; say which folder or file ecospec-decode record wrote")
-    path = Path(config.trees)
+    path = lab_folder("trees") if config.trees == "lab" else Path(config.trees)
     return read_trees(path / TREES if path.is_dir() else path)
 
 
@@ -107,7 +109,7 @@ def _tables(config: DecodeConfig, trees: TreeSet) -> Tables:
     """`frequency` and `token`, counted from `traces` where they are given. Raises InputError for another target's."""
     if config.traces is None:
         return {}
-    traces = open_traces(config.traces, trees.identity.counts)
+    traces = open_traces(config.traces, trees.identity.counts, trees.identity.target_config_sha256)
     seen = [max([p.root, *p.tokens_M]) for p in trees.positions] + [item.input_ids.max() for item in traces]
     return fit_tables(traces, 1 + int(max(seen)))
 

@@ -135,7 +135,8 @@ _DRAFTERS = {
 
 def _check_footprints(config: DecodeConfig, plan: MethodPlan, model_config: PreTrainedConfig, shape: MoeShape) -> str:
     if plan.selection.footprints != "predictor":
-        return f"{plan.selection.footprints}, counted from {open_traces(config.traces, shape.counts).folder}"
+        traces = open_traces(config.traces, shape.counts, config_hash(model_config))
+        return f"{plan.selection.footprints}, counted from {traces.folder}"
     path = plan.predictor.path
     folder = part_folder(path, "predictor")
     values = predictor_values(folder)

@@ -39,7 +39,7 @@ class Combination:
     epsilon: float = EPSILON
 
     def __post_init__(self) -> None:
-        check_selection(self.policy, self.gamma)
+        check_selection(self.policy, self.gamma, self.epsilon)
         if self.footprints is None and self.policy in NEEDS_FOOTPRINTS:
             raise InputError(f"--selection.policy {self.policy}: needs footprints; give --footprints")
 

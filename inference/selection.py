@@ -12,6 +12,7 @@ Letters: B texts, N tree nodes (root included), L MoE layers, E experts; P = L·
 M nodes; R picks.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -83,9 +84,9 @@ def select(
     """Indices of one tree's chosen nodes, int64 [min(γ, N)], ascending, root included.
 
     `footprints` bool [N, L, E] (None where the policy needs none); `buffer` bool [L, E], experts covered beforehand.
-    Ties go to the shallower node, then to the lower index. Raises InputError for γ < 1 or an unknown policy.
+    Ties go to the shallower node, then to the lower index. Raises InputError for γ < 1, ε <= 0 or an unknown policy.
     """
-    check_selection(policy, gamma)
+    check_selection(policy, gamma, epsilon)
     if footprints is None and policy in NEEDS_FOOTPRINTS:
         raise InputError(f"--selection.policy {policy}: needs footprints; give a predictor or --footprints")
     parents_1N = torch.as_tensor(tree.parents).long()[None]
@@ -104,12 +105,14 @@ def select(
     return chosen_1N[0].nonzero().squeeze(1)
 
 
-def check_selection(policy: str, gamma: int) -> None:
+def check_selection(policy: str, gamma: int, epsilon: float = EPSILON) -> None:
     """Raises InputError naming the key and the remedy."""
     if policy not in POLICIES:
         raise InputError(f"--selection.policy {policy}: unknown; choose one of {', '.join(POLICIES)}")
-    if gamma < 1:
-        raise InputError(f"--selection.gamma {gamma}: must be 1 or more (1 verifies the root alone)")
+    if not isinstance(gamma, int) or gamma < 1:
+        raise InputError(f"--selection.gamma {gamma}: must be a whole number from 1 on (1 verifies the root alone)")
+    if not 0 < epsilon < math.inf:
+        raise InputError(f"--selection.epsilon {epsilon}: must be positive and finite")
 
 
 def draw_noise(

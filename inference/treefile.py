@@ -55,6 +55,7 @@ class Identity:
     """
 
     target: str
+    target_config_sha256: str
     drafter: str
     predictor: str | None
     temperature: float

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, Cache, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from ecospec.configs.errors import InputError
+from ecospec.configs.errors import InputError, brief
 from ecospec.configs.files import read_json
 
 HASHED_ROWS = 8192  # rows of the table converted to bf16 at a time
@@ -162,8 +162,8 @@ def load_predictor(folder: Path) -> ExpertPredictor:
             folder, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
         )
     except (SafetensorError, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(f"{folder / 'model.safetensors'}: no readable weights ({reason}); export it again") from None
+        where = folder / "model.safetensors"
+        raise InputError(f"{where}: no readable weights ({brief(error)}); export it again") from None
     finally:
         logging.set_verbosity(verbosity)
     _require_all_keys(folder, info)

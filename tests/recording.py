@@ -121,7 +121,7 @@ class Session:
                 trees = TreeRecorder(self.model, recorder, self.drafter(truth), DEPTH, HashedFootprints())
                 parts = {"generator": draws(prompt_id), "eos_token_id": self.eos[prompt_id]}
                 positions += trees.record(prompt_id, ids_of(prompt_id), **parts, **self.options)
-        identity = Identity("tiny", "hashed", "hashed", self.temperature, 0, L, E, K, DEPTH, 2, datasets)
+        identity = Identity("tiny", "0" * 64, "hashed", "hashed", self.temperature, 0, L, E, K, DEPTH, 2, datasets)
         return TreeSet(identity, positions)
 
 

@@ -271,6 +271,57 @@ def test_bad_input_is_one_line_that_names_it(lab, tmp_path, capsys, case):
     one_line(capsys, main(["eval", *options(lab, **values)]), *words)
 
 
+OUT_OF_RANGE = [
+    ({"temperature": "1e-40"}, "--temperature"),
+    ({"threads": 1000000}, "--threads"),
+    ({"drafter.steps": 1000}, "--drafter.steps"),
+    ({"drafter.rope_theta": -1}, "--drafter.rope_theta"),
+    ({"drafter.feature_layers": "[]"}, "--drafter.feature_layers"),
+    ({"epsilon": ".nan"}, "--selection.epsilon"),
+    ({"target.expert_mib": ".nan"}, "--target.expert_mib"),
+    ({"epsilon": "much"}, "--selection.epsilon: Expected a float"),
+    ({"target.expert_mib": "1e9"}, "--target.expert_mib"),
+]
+
+
+@pytest.mark.parametrize(("changes", "option"), OUT_OF_RANGE, ids=[str(changes) for changes, _ in OUT_OF_RANGE])
+def test_a_value_out_of_range_is_refused_before_any_work(lab, capsys, changes, option):
+    one_line(capsys, main(["check", *options(lab, **changes)]), option)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is such a device")
+def test_a_device_that_is_not_there_is_refused(lab, capsys):
+    one_line(capsys, main(["check", *options(lab, **{"target.device_map": "cuda"})]), "--target.device_map", "no such")
+
+
+@pytest.mark.parametrize(("option", "value"), [("temperature", "0,1"), ("batch-size", "2")])
+@pytest.mark.parametrize("command", ["generate", "record"])
+def test_what_a_command_would_ignore_is_refused(lab, tmp_path, capsys, command, option, value):
+    values = {option: value, "output": tmp_path / "out"}
+    one_line(capsys, main([command, *options(lab, **values)]), f"--{option.replace('-', '_')}", command)
+
+
+def test_check_reads_the_prompts_too(lab, tmp_path, capsys):
+    assert main(["check", *options(lab)]) == 0
+    assert "fit the target's context" in capsys.readouterr().out
+    one_line(capsys, main(["check", *options(lab, prompts=tmp_path / "none.jsonl")]), "none.jsonl")
+
+
+def test_a_tokenizer_without_a_vocabulary_is_refused(lab, tmp_path, capsys):
+    folder = shutil.copytree(lab.target, tmp_path / "target")
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+    one_line(capsys, main(["check", *options(lab, target=folder)]), "tokenizer")
+
+
+def test_tables_of_another_target_are_refused(lab, tmp_path, capsys):
+    other = tiny_target_folder(tmp_path / "other", seed=9, num_hidden_layers=6, rope_theta=77.0)
+    command = ["run", "--target", str(other), "--prompts", str(lab.prompts), "--max-new-tokens", "2"]
+    assert trace([*command, "--output", str(tmp_path / "traces")]) == 0
+    values = {"footprints": "token", "traces": tmp_path / "traces"}
+    one_line(capsys, main(["check", *options(lab, **values)]), "--traces", "another target")
+
+
 def test_a_failed_write_is_one_line_and_leaves_nothing(lab, tmp_path, monkeypatch, capsys):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     write = runfolder.write_steps

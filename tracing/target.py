@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from ecospec.configs.cli import shipped_root
-from ecospec.configs.errors import InputError
+from ecospec.configs.errors import InputError, brief
 from ecospec.configs.files import sha256_file, sha256_json
 from ecospec.configs.schema import TargetConfig
 from ecospec.tracing.routers import find_sites, top_k_of
@@ -61,7 +61,7 @@ class Target:
 
 
 def lab_folder(part: str) -> Path:
-    """A folder of the shipped lab: `target`, `drafter`, `predictor`, `traces` or `prompts`."""
+    """A folder of the shipped lab: `target`, `drafter`, `predictor`, `traces`, `trees` or `prompts`."""
     return Path(str(resources.files("ecospec.data.lab"))) / part
 
 
@@ -82,8 +82,7 @@ def load_target_config(config: TargetConfig) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(path, revision=config.revision, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(f"--target.name {config.name}: cannot read a model configuration ({reason})") from None
+        raise InputError(f"--target.name {config.name}: cannot read a model configuration ({brief(error)})") from None
 
 
 def shape_of(model_config: PreTrainedConfig, trust_remote_code: bool = False) -> MoeShape:
@@ -95,9 +94,8 @@ def shape_of(model_config: PreTrainedConfig, trust_remote_code: bool = False) ->
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust_remote_code)
     except ValueError as error:
-        reason = " ".join(str(error).split())[:200]
         where = model_config.name_or_path or model_config.model_type
-        raise InputError(f"{where}: not a causal language model that Transformers can build ({reason})") from None
+        raise InputError(f"{where}: not a causal language model that Transformers can build ({brief(error)})") from None
     sites = find_sites(model)
     text = model_config.get_text_config()
     return MoeShape(
@@ -156,6 +154,8 @@ def loading_options(config: TargetConfig, model_config: PreTrainedConfig) -> dic
         raise InputError(
             f"--target.device_map {config.device_map}: give auto, balanced, sequential, or a device (cuda:0)"
         )
+    if (config.device_map or "").startswith("cuda") and not torch.cuda.is_available():
+        raise InputError(f"--target.device_map {config.device_map}: PyTorch finds no such device here; leave it out")
     if not config.dequantize:
         return {"device_map": config.device_map}
     stored = getattr(model_config, "quantization_config", None) or {}
@@ -190,16 +190,16 @@ def weights_hash(config: TargetConfig) -> str | None:
 
 
 def load_tokenizer(config: TargetConfig, vocab_size: int) -> PreTrainedTokenizerBase:
-    """Raises InputError when there is none, or when it has ids that the model does not know."""
+    """Raises InputError when there is none, an empty one, or one with ids that the model does not know."""
     path = resolve_target(config.name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             path, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
     except (OSError, ValueError) as error:
-        raise InputError(
-            f"--target.name {config.name}: no usable tokenizer ({' '.join(str(error).split())[:200]})"
-        ) from None
+        raise InputError(f"--target.name {config.name}: no usable tokenizer ({brief(error)})") from None
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise InputError(f"--target.name {config.name}: its tokenizer has no vocabulary; add the tokenizer's files")
     if len(tokenizer) > vocab_size:
         raise InputError(
             f"--target.name {config.name}: its tokenizer has {len(tokenizer)} tokens but the model only {vocab_size}; "

@@ -4,6 +4,8 @@ Each expert's hidden width is padded: random gate and up rows, zero down columns
 output is the same up to rounding, while the bytes read per active expert are `expert_mib`.
 """
 
+import os
+
 import torch
 from torch import nn
 
@@ -25,7 +27,9 @@ def widen_experts(model: nn.Module, expert_mib: float, seed: int = 0) -> None:
     Raises InputError when the experts are not fused gate/up/down matrices or are already larger.
     """
     generator = torch.Generator().manual_seed(seed)
-    for site in find_sites(model):
+    sites = find_sites(model)
+    _require_room(expert_mib, sum(site.num_experts for site in sites))
+    for site in sites:
         experts = site.module
         _require_plain(experts, site.name)
         E, D, F = experts.down_proj.shape
@@ -41,6 +45,15 @@ def widen_experts(model: nn.Module, expert_mib: float, seed: int = 0) -> None:
         down[:, :, :F] = experts.down_proj
         experts.gate_up_proj = nn.Parameter(gate_up.view(E, 2 * width, D), requires_grad=False)
         experts.down_proj = nn.Parameter(down, requires_grad=False)
+
+
+def _require_room(expert_mib: float, experts: int) -> None:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if not 0 < expert_mib * MIB * experts <= memory:
+        raise InputError(
+            f"--target.expert_mib {expert_mib}: must be positive, and {experts} such experts must fit into "
+            f"{memory / 2**30:.0f} GiB"
+        )
 
 
 def _require_plain(experts: nn.Module, name: str) -> None:

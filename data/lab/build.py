@@ -1,8 +1,9 @@
 """Rebuild the lab from text: `python -m ecospec.data.lab.build --text-dir DIR [--work-dir DIR] [--stage NAME]`.
 
 Stages, in order: `target` (tokenizer, target, and the dense yardstick it is measured against), `traces` (the target's
-own text on training prompts), `drafter`, `predictor`, `card`. Each saves its state in the work folder every few minutes
-and goes on from there when run again; what is shipped is written beside this file.
+own text on training prompts), `drafter`, `predictor`, `trees` (draft pools along the train prompts), `card`. Each saves
+its state in the work folder every few minutes and goes on from there when run again; what is shipped is written beside
+this file.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from ecospec.configs.files import replace_folder, write_json, write_text
 from ecospec.data.lab import card, corpus, measure, pretrain, target
 from ecospec.data.lab.polish import Polish, polish
+from ecospec.inference import cli as decode_cli
 from ecospec.predictor import cli as train_cli
 from ecospec.tracing import cli as trace_cli
 
@@ -26,7 +28,7 @@ LAB = Path(__file__).resolve().parent
 DENSE_LEARNING_RATES = (2e-3, 4e-3, 8e-3)
 TUNING_TOKENS = 1_500_000
 TRACED_PROMPTS = 1500  # per domain
-SHIPPED_TRACES = 40  # prompts per domain
+SHIPPED_TRACES = SHIPPED_TREES = 40  # prompts per domain
 log = logging.getLogger(__name__)
 
 
@@ -69,6 +71,13 @@ class Recipe:
         """Fit the shipped predictor with the product's own command, longer than the demo does."""
         options = ["--config", "lab/predictor", "--traces", self.work / "traces", "--overwrite", "--max-minutes", "10"]
         _command(train_cli.main, "predictor", *options, "--output", LAB / "predictor")
+
+    def trees(self) -> None:
+        """Record the pools of the shipped drafter and predictor along the train prompts."""
+        datasets = ",".join(f"lab/train/{domain}" for domain in corpus.DOMAINS)
+        options = ["--target.dtype", "float32", "--datasets", datasets, "--samples", SHIPPED_TREES]
+        options += ["--max-new-tokens", "48", "--overwrite"]
+        _command(decode_cli.main, "record", *options, "--output", LAB / "trees")
 
     def card(self) -> None:
         """Measure everything the model card says."""
@@ -141,7 +150,7 @@ def _command(main: Callable, *words: object) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    stages = ("target", "traces", "drafter", "predictor", "card")
+    stages = ("target", "traces", "drafter", "predictor", "trees", "card")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text-dir", type=Path, required=True, help="folder of the training JSON Lines files")
     parser.add_argument("--work-dir", type=Path, default=Path("lab-work"), help="folder for states; ignored by git")

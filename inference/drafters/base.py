@@ -75,7 +75,10 @@ class EachRow(BatchDrafter):
     def draft(self, texts: list[Tensor], features: list[Tensor] | None) -> DraftTrees:
         """See `BatchDrafter`. Raises InputError for a tree that is not rooted at its text's last token."""
         given = features or [None] * len(texts)
-        trees = stack([row.draft(*pair) for row, *pair in zip(self.rows, texts, given, strict=True)])
+        drafts = [row.draft(*pair) for row, *pair in zip(self.rows, texts, given, strict=True)]
+        if not all(isinstance(tree, DraftTree) for tree in drafts):
+            raise InputError("drafter: `draft` must return a DraftTree; where nothing is to be drafted, its root alone")
+        trees = stack(drafts)
         roots_B = torch.stack([ids_T[-1] for ids_T in texts])
         if not (torch.equal(trees.tokens_BN[:, 0], roots_B) and bool((trees.parents_BN[:, 0] == -1).all())):
             raise InputError("drafter: a tree must begin with its root, the last token of the text, with parent -1")

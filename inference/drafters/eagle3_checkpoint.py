@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ecospec.configs.errors import InputError
+from ecospec.configs.errors import InputError, brief
 from ecospec.configs.files import read_json
 from ecospec.inference.drafters.eagle3 import Eagle3Head
 from ecospec.inference.drafters.eagle3_dialects import HeadSpec, Shape, key_of, resolve
@@ -138,7 +138,7 @@ def _read(file: Path, device: str = "cpu") -> dict[str, Tensor]:
     try:
         content = torch.load(file, device, weights_only=True) if file.suffix == ".bin" else load_file(file, device)
     except (OSError, EOFError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
-        raise InputError(f"{file}: cannot be read ({' '.join(str(error).split())[:200]})") from None
+        raise InputError(f"{file}: cannot be read ({brief(error)})") from None
     if not isinstance(content, dict) or not all(isinstance(tensor, Tensor) for tensor in content.values()):
         raise InputError(f"{file}: does not hold tensors by name")
     return content

@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ecospec.configs.errors import InputError
+from ecospec.configs.errors import InputError, brief
 from ecospec.inference.cache import additive
 from ecospec.inference.drafters.base import DraftHead
 from ecospec.tracing.target import load_model
@@ -116,8 +116,7 @@ def _read(kind: type, source: str | Path, revision: str | None) -> object:
 
 
 def _unreadable(source: str | Path, what: str, error: Exception) -> InputError:
-    reason = " ".join(str(error).split())[:200]
-    return InputError(f"--drafter.path {source}: cannot read a draft model there ({what}: {reason})")
+    return InputError(f"--drafter.path {source}: cannot read a draft model there ({what}: {brief(error)})")
 
 
 def check_language_model(

@@ -1,0 +1,54 @@
+"""On the shipped lab, replaying recorded trees gives what live decoding gives, policy by policy."""
+
+import pytest
+
+from ecospec.configs.schema import PromptConfig, TargetConfig
+from ecospec.data.prompts import read_prompts
+from ecospec.inference.assemble import plan_methods
+from ecospec.inference.config import DecodeConfig, MethodConfig
+from ecospec.inference.evaluate import evaluate
+from ecospec.inference.offline import TREES, run_record
+from ecospec.inference.replay import Combination, Replay
+from ecospec.inference.treefile import read_trees
+from ecospec.tracing.target import load_target
+
+PROMPTS = {"datasets": ["lab/maths", "lab/code", "lab/terms", "lab/prose"], "samples": 5}
+COMBINATIONS = [
+    Combination(policy, gamma, None if policy == "confidence" else "predictor")
+    for policy in ("confidence", "marginal", "global")
+    for gamma in (2, 4, 6)
+]
+
+
+def label(one: Combination) -> str:
+    return f"{one.policy} {one.gamma}"
+
+
+def settings(temperature: float) -> DecodeConfig:
+    methods = [MethodConfig(label(one), selection={"policy": one.policy, "gamma": one.gamma}) for one in COMBINATIONS]
+    return DecodeConfig(
+        target=TargetConfig(name="lab", dtype="float32"),
+        **PROMPTS,
+        max_new_tokens=32,
+        temperature=[temperature],
+        methods=[MethodConfig("plain", drafter="none"), *methods],
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_twenty_prompts_replay_as_they_decode(temperature, tmp_path):
+    config = settings(temperature)
+    run_record(config, tmp_path / "trees")
+    replayed = Replay(read_trees(tmp_path / "trees" / TREES))
+    target, prompts = load_target(config.target), read_prompts(PromptConfig(**PROMPTS))
+    assert len(prompts) == 20
+    outcomes, differences = evaluate(config, target, plan_methods(config), prompts)
+    assert not differences
+    for one in COMBINATIONS:
+        steps = replayed.steps(one)
+        for outcome in (outcome for outcome in outcomes if outcome.plan.label == label(one)):
+            found = steps[outcome.prompts[0].sample_id]
+            assert found.emitted_S.tolist() == [step.emitted[0] for step in outcome.run.steps]
+            assert found.verified_S.tolist() == [step.verified[0] for step in outcome.run.steps]
+            assert found.active_SL.tolist() == [list(step.active_by_layer()) for step in outcome.run.steps]
