@@ -27,6 +27,7 @@ SHORT_FORMS = {
     "drafter": "path",
     "predictor": "path",
     "selection": "policy",
+    "engine": "kind",
 }
 SHORT_OPTIONS = {"footprints": "selection.footprints"}
 
@@ -45,7 +46,8 @@ def main(prog: str, schema: type, subcommands: Sequence[Subcommand], argv: Seque
     """Parse `argv`, run the subcommand, and return the exit code; every failure is one line on stderr."""
     argv = list(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for client in ("httpx", "httpx2"):  # a line a request
+        logging.getLogger(client).setLevel(logging.WARNING)
     try:
         subcommand = _choose(prog, subcommands, argv)
         config, folders = parse(f"{prog} {subcommand.name}", schema, argv[1:], subcommand.folders)

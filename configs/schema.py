@@ -21,6 +21,10 @@ class TargetConfig:
     """Widen every expert to this many MiB without changing the function (lab only; see the model card)."""
     device_map: str | None = None
     """Spread the weights over devices as Transformers does, for instance `auto`; one device by default."""
+    tp_size: int | None = None
+    """Split every weight over this many processes of one `torchrun` (tensor parallel)."""
+    ep_size: int | None = None
+    """Split the experts as well over this many processes of one `torchrun` (what GPT-OSS needs)."""
     dequantize: bool = False
     """Load FP8 or MXFP4 weights as plain ones (MXFP4 kernels hide which experts run)."""
     trust_remote_code: bool = False

@@ -18,7 +18,7 @@ from ecospec.tracing.routers import find_sites
 from ecospec.tracing.target import MoeShape, shape_of
 from tests.stand_ins import GREEDY, EmptyDrafter, NoisyOracle
 from tests.test_verification import PARENTS, path_to, prefilled, tree_of
-from tests.zoo import INDEXED, REFUSED, TREE_CAPABLE, VOCABULARY, WINDOW, zoo_config, zoo_model
+from tests.zoo import INDEXED, LAYERS, REFUSED, TREE_CAPABLE, VOCABULARY, WINDOW, zoo_config, zoo_model
 
 FAMILIES = sorted(TREE_CAPABLE)
 SLIDING = [family for family in FAMILIES if "sliding_window" in TREE_CAPABLE[family]]
@@ -55,7 +55,7 @@ def test_every_family_is_either_decoded_or_refused():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_moe_shape_is_read_from_the_configuration_whatever_its_names(family):
     shape = shape_of(zoo_config(family))
-    assert shape == MoeShape(family, MOE_LAYERS[family], 8, 2, VOCABULARY, 32)
+    assert shape == MoeShape(family, MOE_LAYERS[family], 8, 2, VOCABULARY, 32, LAYERS)
 
 
 @pytest.mark.parametrize(("family", "length"), LENGTHS)

@@ -34,7 +34,7 @@ from ecospec.tracing.target import MoeShape
 from tests.tiny import tiny_target_folder
 
 L, E, K, V, D = 2, 12, 3, 24, 16
-SHAPE = MoeShape("qwen3_moe", (0, 1), E, K, V, D)
+SHAPE = MoeShape("qwen3_moe", (0, 1), E, K, V, D, 2)
 SMALL = BackboneConfig(hidden_size=32, num_layers=1, num_heads=4, intermediate_size=48)
 TABLE = torch.randn(V, D, generator=torch.Generator().manual_seed(5))
 ROW_KEYS = {
@@ -355,7 +355,7 @@ def test_a_missing_key_is_named(key, recorded, tiny_target, tmp_path, capsys):
 def test_the_shipped_configuration_parses_and_fits_its_budget():
     config, _ = parse("ecospec-train predictor", TrainConfig, ["--config", "lab/predictor"])
     assert config.max_minutes == 2.0
-    lab = MoeShape("qwen3_moe", tuple(range(8)), 64, 8, 64, 128)
+    lab = MoeShape("qwen3_moe", tuple(range(8)), 64, 8, 64, 128, 8)
     predictor = build_predictor(config, lab, "hash", torch.randn(64, 128))
     assert 300_000 < predictor.num_parameters() <= 600_000
 

@@ -8,11 +8,47 @@ from ecospec.configs.schema import PromptConfig, TargetConfig
 
 
 @dataclass
+class EngineConfig:
+    """What runs the target."""
+
+    kind: Literal["transformers", "vllm"] = "transformers"
+    """`transformers` loads the target here; `vllm` asks servers started with --enable-return-routed-experts."""
+    url: list[str] = field(default_factory=list)
+    """Addresses of the vLLM servers, all with the same model, as http://host:8000."""
+    in_flight: int = 32
+    """Requests that each server works on at once."""
+    retries: int = 12
+    """Failures in a row, with waits that double up to a minute (6 minutes in all), before a server is given up."""
+    timeout: float = 600.0
+    """Seconds to wait for an answer."""
+    retrace: bool = False
+    """Generate first, then trace the whole text in one pass, rather than take the rows of generation."""
+    launch: str | None = None
+    """The command that started the servers, kept word for word in the manifest."""
+
+    def __post_init__(self) -> None:
+        """Raises InputError for a value out of range, and for addresses where they are missing or not wanted."""
+        rules = {
+            "in_flight": (self.in_flight >= 1, "must be at least 1"),
+            "retries": (self.retries >= 0, "must not be negative"),
+            "timeout": (self.timeout > 0, "must be above 0"),
+        }
+        require("engine.", self, rules)
+        if bool(self.url) != (self.kind == "vllm"):
+            raise InputError("--engine vllm and --engine.url http://host:8000 (or several, by commas) go together")
+        for url in self.url:
+            if not url.startswith(("http://", "https://")):
+                raise InputError(f"--engine.url {url}: give it as http://host:8000")
+
+
+@dataclass
 class TraceConfig(PromptConfig):
     """Record which experts a MoE target uses for each token of its prompts and answers."""
 
     target: TargetConfig = field(default_factory=TargetConfig)
     """The model to trace."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    """What runs it."""
     output: str | None = None
     """Folder to write to: the trace folder of `run` (which resumes what it finds there), the export of `export`."""
     max_new_tokens: int = 128
@@ -43,6 +79,11 @@ class TraceConfig(PromptConfig):
             "batch_size": (self.batch_size >= 1, "must be at least 1"),
             "threads": (self.threads is None or self.threads >= 1, "must be at least 1"),
         }
-        for key, (holds, rule) in rules.items():
-            if not holds:
-                raise InputError(f"--{key} {getattr(self, key)}: {rule}")
+        require("", self, rules)
+
+
+def require(prefix: str, config: object, rules: dict[str, tuple[bool, str]]) -> None:
+    """Raises InputError for the first key of `config` whose rule does not hold."""
+    for key, (holds, rule) in rules.items():
+        if not holds:
+            raise InputError(f"--{prefix}{key} {getattr(config, key)}: {rule}")

@@ -1,4 +1,4 @@
-"""Run requests through a Transformers model, in left-padded batches, and keep the routing of every real token.
+"""What an engine is, and the one that runs a Transformers model here, in left-padded batches.
 
 Knows nothing about text or files. A prompt of n tokens that gets m new ones has n + m - 1 rows (the last new token
 never went through the model); a forced sequence of n tokens has n.
@@ -8,16 +8,22 @@ layers, K experts per token.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import metadata
+from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from ecospec.tracing.recorder import RoutingRecorder
-from ecospec.tracing.requests import Request
+from ecospec.tracing.requests import Request, tokens_needed
+from ecospec.tracing.target import MoeShape
+from ecospec.tracing.validation import Rejected, Report, Routed, outgrown, validate
+
+Outcome = Routed | Rejected
+Batch = list[Request]
 
 
 @dataclass(frozen=True)
@@ -30,49 +36,71 @@ class Sampling:
     seed: int = 0
 
 
-@dataclass(frozen=True, eq=False)
-class Routed:
-    """Tokens that went through the model, int32 [T], and the experts each used, as executed, int64 [T, L, K]."""
+class Engine(Protocol):
+    """Runs the target. `identity`, in the manifest's `engine`: whatever can change which experts are recorded."""
 
-    input_ids: np.ndarray
-    prompt_len: int
-    experts: np.ndarray
+    identity: dict
+
+    def trace(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, list[Outcome]]]:
+        """Finished batches in any order, each with one outcome per request in the batch's order.
+
+        Raises EngineError when the engine is beyond retry; what was yielded before is sound.
+        """
+        ...
 
 
 class TransformersEngine:
-    """One process, one model. Owns the model: the checkpoint's own sampling settings are replaced by `sampling`."""
+    """One model, here or split over the processes of a `torchrun`, which must all trace the same batches.
 
-    def __init__(self, model: nn.Module, sampling: Sampling) -> None:
+    Owns the model: the checkpoint's own sampling settings are replaced by `sampling`.
+    """
+
+    def __init__(self, model: nn.Module, shape: MoeShape, sampling: Sampling) -> None:
         defaults = model.generation_config
-        self.model, self.sampling = model, sampling
+        self.model, self.shape, self.sampling = model, shape, sampling
+        self.identity = {"name": "transformers", "version": metadata.version("transformers")}
+        self._context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self._end_ids = _as_list(defaults.eos_token_id)
         self._pad_id = next(iter(_as_list(defaults.pad_token_id) + self._end_ids), 0)
         model.generation_config = GenerationConfig(
             bos_token_id=defaults.bos_token_id, eos_token_id=defaults.eos_token_id, pad_token_id=self._pad_id
         )
 
-    def trace(self, requests: Sequence[Request]) -> list[Routed]:
-        """The routing of one batch: answers forced where the requests have them, otherwise generated.
+    def trace(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, list[Outcome]]]:
+        """One batch after the other: answers forced where the requests have them, otherwise generated.
 
         Raises DamageError when the recorded rows are not those of the batch.
         """
-        if requests[0].answer_ids is None:
-            return self._generate(requests)
-        return self._force(requests)
+        for batch in batches:
+            outcomes = [
+                outgrown(tokens_needed(request, self.sampling.max_new_tokens), self._context) for request in batch
+            ]
+            fitting = [request for request, outcome in zip(batch, outcomes, strict=True) if outcome is None]
+            traced = iter(self._trace(fitting) if fitting else [])
+            yield batch, [next(traced) if outcome is None else outcome for outcome in outcomes]
+
+    def _trace(self, requests: Sequence[Request]) -> list[Outcome]:
+        forced = requests[0].answer_ids is not None
+        reports = self._force(requests) if forced else self._generate(requests)
+        return [
+            validate(request.ids, len(request.prompt_ids), report, self.shape)
+            for request, report in zip(requests, reports, strict=True)
+        ]
 
     @torch.no_grad()
-    def _force(self, requests: Sequence[Request]) -> list[Routed]:
+    def _force(self, requests: Sequence[Request]) -> list[Report]:
         ids_BP, mask_BP = self._padded([request.ids for request in requests])
         positions_BP = (mask_BP.cumsum(1) - 1).clamp(min=0)
         with RoutingRecorder(self.model) as recorder:
             self.model.base_model(input_ids=ids_BP, attention_mask=mask_BP, position_ids=positions_BP, use_cache=False)
             experts_BPLK = recorder.take(ids_BP.numel()).unflatten(0, ids_BP.shape)
         return [
-            _routed(request.ids, len(request.prompt_ids), experts_BPLK[row]) for row, request in enumerate(requests)
+            _report(row[-len(request.ids) :], [], experts_PLK)
+            for request, row, experts_PLK in zip(requests, ids_BP.tolist(), experts_BPLK, strict=True)
         ]
 
     @torch.no_grad()
-    def _generate(self, requests: Sequence[Request]) -> list[Routed]:
+    def _generate(self, requests: Sequence[Request]) -> list[Report]:
         ids_BP, mask_BP = self._padded([request.prompt_ids for request in requests])
         B, P = ids_BP.shape
         with RoutingRecorder(self.model) as recorder, torch.random.fork_rng():
@@ -85,14 +113,16 @@ class TransformersEngine:
         prompt_BPLK = rows[: B * P].unflatten(0, (B, P))
         steps_BGLK = rows[B * P :].unflatten(0, (steps, B)).transpose(0, 1)
         experts_BTLK = torch.cat([prompt_BPLK, steps_BGLK], dim=1)
-        return [self._answered(*row) for row in zip(requests, ids_BS[:, P:].tolist(), experts_BTLK, strict=True)]
+        return [
+            self._answered(row[P - len(request.prompt_ids) : P], row[P:], experts_TLK)
+            for request, row, experts_TLK in zip(requests, ids_BS.tolist(), experts_BTLK, strict=True)
+        ]
 
-    def _answered(self, request: Request, new_ids: list[int], experts_TLK: Tensor) -> Routed:
-        """One row of a generated batch, without its padding, its last new token and what ran after its end."""
+    def _answered(self, read_ids: list[int], new_ids: list[int], experts_TLK: Tensor) -> Report:
+        """One row of a generated batch, without what ran after its end."""
         ends = [index for index, token in enumerate(new_ids) if token in self._end_ids]
-        kept = new_ids[: ends[0] if ends else len(new_ids) - 1]
-        end = len(experts_TLK) - (len(new_ids) - 1) + len(kept)
-        return _routed(request.prompt_ids + kept, len(request.prompt_ids), experts_TLK[:end])
+        kept = new_ids[: ends[0] + 1] if ends else new_ids
+        return _report(read_ids, kept, experts_TLK[: len(experts_TLK) - len(new_ids) + len(kept)])
 
     def _padded(self, sequences: list[list[int]]) -> tuple[Tensor, Tensor]:
         """Ids and attention mask, both int64 [B, P], padded on the left."""
@@ -120,9 +150,10 @@ def batch_seed(seed: int, requests: Sequence[Request]) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def _routed(ids: list[int], prompt_len: int, experts_TLK: Tensor) -> Routed:
-    """The last `len(ids)` rows of `experts_TLK`: what precedes them is padding."""
-    return Routed(np.array(ids, np.int32), prompt_len, experts_TLK[len(experts_TLK) - len(ids) :].cpu().numpy())
+def _report(read_ids: list[int], new_ids: list[int], experts_TLK: Tensor) -> Report:
+    """The last rows of `experts_TLK`, one for each id but the last new one: what precedes them is padding."""
+    rows = len(read_ids) + max(len(new_ids) - 1, 0)
+    return Report(read_ids, new_ids, experts_TLK[len(experts_TLK) - rows :].cpu().numpy())
 
 
 def _as_list(ids: int | list[int] | None) -> list[int]:

@@ -44,10 +44,15 @@ def encode(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, teache
     return requests
 
 
+def tokens_needed(request: Request, max_new_tokens: int) -> int:
+    """Tokens that go through the model at most: the last new one never does."""
+    return len(request.ids) + (0 if request.answer_ids is not None else max_new_tokens - 1)
+
+
 def require_context(requests: Sequence[Request], context: int | None, max_new_tokens: int) -> None:
     """Raises InputError, naming the sample, when a sequence would outgrow the model's `context` (in tokens)."""
     for request in requests:
-        tokens = len(request.ids) + (0 if request.answer_ids is not None else max_new_tokens - 1)
+        tokens = tokens_needed(request, max_new_tokens)
         if context is not None and tokens > context:
             raise InputError(
                 f"sample {request.prompt.sample_id} needs {tokens} tokens but the target's context is {context}; "

@@ -120,10 +120,10 @@ def _trace_batches(
 ) -> None:
     target = load_target(config.target)
     sampling = Sampling(config.max_new_tokens, config.temperature, config.top_p, config.seed)
-    engine = TransformersEngine(target.model, sampling)
+    engine = TransformersEngine(target.model, shape, sampling)
     try:
         for batch in progress(batches, "batches traced"):
-            routed = engine.trace(list(batch.values()))
+            ((_, routed),) = engine.trace([list(batch.values())])
             folder.add([_row(*each, shape) for each in zip(batch, batch.values(), routed, strict=True)])
     except KeyboardInterrupt:
         folder.commit()  # whole batches only: what was being traced is lost, what was traced is kept

@@ -24,6 +24,7 @@ from ecospec.configs.cli import shipped_root
 from ecospec.configs.errors import InputError, brief
 from ecospec.configs.files import sha256_file, sha256_json
 from ecospec.configs.schema import TargetConfig
+from ecospec.tracing.replicas import model_parallel_size, split_options
 from ecospec.tracing.routers import find_sites, top_k_of
 from ecospec.tracing.widening import widen_experts
 
@@ -33,7 +34,10 @@ HASHED_BYTES = 2**30  # larger weights are known by their files' names and sizes
 
 @dataclass(frozen=True)
 class MoeShape:
-    """What of a target the whole pipeline must agree on: `layers` are the L MoE layers' own numbers."""
+    """What of a target the whole pipeline must agree on: `layers` are the L MoE layers' own numbers.
+
+    `num_layers` counts all decoder layers, dense ones included.
+    """
 
     family: str
     layers: tuple[int, ...]
@@ -41,6 +45,7 @@ class MoeShape:
     top_k: int
     vocab_size: int
     hidden_size: int
+    num_layers: int
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -105,6 +110,7 @@ def shape_of(model_config: PreTrainedConfig, trust_remote_code: bool = False) ->
         top_k=top_k_of(model_config),
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
+        num_layers=text.num_hidden_layers,
     )
 
 
@@ -127,8 +133,8 @@ def load_target(config: TargetConfig) -> Target:
     )
     if config.expert_mib is not None:
         widen_experts(model, config.expert_mib)
-    if config.device_map is None:
-        model.to("cuda" if torch.cuda.is_available() else "cpu")
+    if config.device_map is None and model_parallel_size(config) == 1:
+        model.to(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
     return Target(config.name, path, model, tokenizer, shape, config_hash(model_config))
 
 
@@ -148,16 +154,21 @@ def load_model(path: str | Path, where: str, **options: object) -> nn.Module:
 def loading_options(config: TargetConfig, model_config: PreTrainedConfig) -> dict:
     """Options of `from_pretrained` for placing and dequantising weights.
 
-    Raises InputError for a placement that Transformers does not know, and where nothing can be dequantised.
+    Raises InputError for a placement that Transformers does not know, a split that the running processes cannot make,
+    and where nothing can be dequantised.
     """
+    split = split_options(config, model_config)
+    if split and (config.device_map is not None or config.expert_mib is not None):
+        raise InputError("--target.tp_size and ep_size place the weights: leave out device_map and expert_mib")
     if config.device_map is not None and not re.fullmatch(PLACEMENTS, config.device_map):
         raise InputError(
             f"--target.device_map {config.device_map}: give auto, balanced, sequential, or a device (cuda:0)"
         )
     if (config.device_map or "").startswith("cuda") and not torch.cuda.is_available():
         raise InputError(f"--target.device_map {config.device_map}: PyTorch finds no such device here; leave it out")
+    placement = {"device_map": config.device_map} | split
     if not config.dequantize:
-        return {"device_map": config.device_map}
+        return placement
     stored = getattr(model_config, "quantization_config", None) or {}
     method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
     kinds = {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}
@@ -165,7 +176,7 @@ def loading_options(config: TargetConfig, model_config: PreTrainedConfig) -> dic
         raise InputError(
             f"--target.dequantize: {config.name} holds {method or 'plain weights'}, not FP8 or MXFP4; leave it out"
         )
-    return {"device_map": config.device_map, "quantization_config": kinds[method](dequantize=True)}
+    return placement | {"quantization_config": kinds[method](dequantize=True)}
 
 
 def config_hash(model_config: PreTrainedConfig) -> str:
