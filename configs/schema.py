@@ -36,8 +36,10 @@ class PromptConfig:
     prompts: str | None = None
     """JSON Lines file of rows with `prompt` (and `answer`), or text with a prompt a line; wins over `datasets`."""
     datasets: list[str] | None = None
-    """Names of prompt sets: `lab/maths`, `lab/train/maths`, …, or of JSON Lines files in `data_dir`."""
+    """Prompt sets: the lab's (`lab/maths`, `lab/train/maths`, …), files of `data_dir`, or benchmarks (see the docs)."""
     data_dir: str | None = None
-    """Folder of further prompt sets."""
+    """Folder of further prompt sets, `NAME.jsonl` each; benchmarks that it lacks come from the hub."""
     samples: int | None = None
-    """Prompts per data set, from its start; all by default."""
+    """Rows per data set, from its start, with all their turns; all rows by default."""
+    chat_template: bool | None = None
+    """Put prompts in the target's chat template; by default where data set and tokenizer both are made for it."""

@@ -1,22 +1,31 @@
-"""Prompt sets: files in, `Prompt`s out. Knows nothing about tokens or models.
+"""Prompt sets: files and benchmarks in, `Prompt`s out. Knows nothing about tokens or models.
 
 A JSON Lines file has `prompt` in each row and may have `answer` (or `reference`, where there is no `answer`); rows of
-several turns list them in `turns`, of which only the first, which `prompt` repeats, is used so far.
+several turns list them in `turns`, of which `prompt` repeats the first, and may give `reference_turns`, an answer (or
+null) for each. A benchmark's questions come in its own template, and their answers are the `reference` alone.
 """
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
 from ecospec.configs.errors import InputError
 from ecospec.configs.schema import PromptConfig
+from ecospec.data.benchmarks import BENCHMARKS, Benchmark, hub_rows
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question as the target sees it; `row` counts from 0 within its data set's file."""
+    """One question as the target sees it; `row` counts from 0 within its data set's file.
+
+    `chat`: its data set is made for a chat template. A later turn `follows` the sample of the turn before, and has no
+    `history` (question, answer, question, answer, …) until `after` gives it one.
+    """
 
     sample_id: str
     dataset: str
@@ -24,23 +33,40 @@ class Prompt:
     turn: int
     text: str
     answer: str | None = None
+    chat: bool = False
+    follows: str | None = None
+    history: tuple[str, ...] = ()
+
+
+def answered(prompt: Prompt, answer: str) -> tuple[str, ...]:
+    """The conversation up to this answer: the history of the turn that follows `prompt`."""
+    return (*prompt.history, prompt.text, answer)
+
+
+def after(prompt: Prompt, said: Mapping[str, tuple[str, ...]]) -> Prompt:
+    """`prompt` with its history from `said`: by sample id, what `answered` made of each earlier turn.
+
+    A first turn, and one that has its history, is returned as it is.
+    """
+    if prompt.follows is None or prompt.history:
+        return prompt
+    return replace(prompt, history=said[prompt.follows])
 
 
 def read_prompts(config: PromptConfig) -> list[Prompt]:
-    """The prompts that `config` names, data set by data set, the first `samples` of each.
+    """The prompts that `config` names, data set by data set: the first `samples` rows of each, all turns of a row.
 
-    Raises InputError, naming file and line, for a missing or empty file, a broken row and an unknown data set.
+    Raises InputError, naming file and line, for a missing or empty file, a broken row and an unknown data set, and
+    naming the hub's data set where a benchmark is neither in `data_dir` nor within reach.
     """
     if config.samples is not None and config.samples < 1:
         raise InputError(f"--samples {config.samples}: must be at least 1")
-    prompts = []
-    for dataset, path in _sources(config):
-        texts = list(_read_file(path))
-        if not texts:
-            raise InputError(f"{path}: holds no prompts; write one JSON object with `prompt` on each line")
-        for row, text, answer in texts[: config.samples]:
-            prompts.append(Prompt(f"{dataset}/{row}/0", dataset, row, 0, text, answer))
-    return prompts
+    return [
+        prompt
+        for dataset, rows, chat in _sources(config)
+        for number, row in enumerate(rows[: config.samples])
+        for prompt in _turns(dataset, number, row, chat)
+    ]
 
 
 def known_datasets(data_dir: str | None = None) -> dict[str, Path]:
@@ -60,47 +86,115 @@ def known_datasets(data_dir: str | None = None) -> dict[str, Path]:
     return datasets
 
 
-def _sources(config: PromptConfig) -> list[tuple[str, Path]]:
+@dataclass(frozen=True)
+class _Row:
+    """The turns of one row, and an answer or None for each."""
+
+    texts: tuple[str, ...]
+    answers: tuple[str | None, ...]
+
+
+def _turns(dataset: str, number: int, row: _Row, chat: bool) -> Iterator[Prompt]:
+    follows = None
+    for turn, (text, answer) in enumerate(zip(row.texts, row.answers, strict=True)):
+        prompt = Prompt(f"{dataset}/{number}/{turn}", dataset, number, turn, text, answer, chat, follows)
+        follows = prompt.sample_id
+        yield prompt
+
+
+def _sources(config: PromptConfig) -> Iterator[tuple[str, list[_Row], bool]]:
+    """(name, rows, whether they are chat) of each data set asked for; all names are checked before anything is read."""
     if config.prompts is not None:
-        return [(Path(config.prompts).stem, Path(config.prompts))]
+        yield Path(config.prompts).stem, _file_rows(Path(config.prompts)), False
+        return
     if not config.datasets:
         raise InputError("no prompts: give --prompts FILE or --datasets NAME,NAME")
     known = known_datasets(config.data_dir)
     for name in config.datasets:
-        if name not in known:
-            raise InputError(
-                f"--datasets {name}: unknown data set (known: {', '.join(known) or 'none'}); --data_dir adds a folder's"
-            )
+        if name not in known | BENCHMARKS:
+            names = ", ".join([*BENCHMARKS, *known])
+            raise InputError(f"--datasets {name}: unknown data set (known: {names}); --data_dir adds a folder's")
         if config.datasets.count(name) > 1:
             raise InputError(f"--datasets {name}: is listed twice; name it once")
-    return [(name, known[name]) for name in config.datasets]
+    for name in config.datasets:
+        if name in BENCHMARKS:
+            yield name, _benchmark_rows(name, BENCHMARKS[name], known, config.data_dir), BENCHMARKS[name].chat
+        else:
+            yield name, _file_rows(known[name]), False
 
 
-def _read_file(path: Path) -> Iterator[tuple[int, str, str | None]]:
-    """(row, prompt, answer) of each line that is not blank; only the newline character ends a line."""
+def _benchmark_rows(name: str, benchmark: Benchmark, known: Mapping[str, Path], data_dir: str | None) -> list[_Row]:
+    """Its questions in its template, worked examples before them."""
+    if benchmark.notice and name not in known:
+        log.info("%s: %s", name, benchmark.notice)
+    file = benchmark.stand_in if name not in known and benchmark.stand_in in known else name
+    rows = _split_rows(benchmark, benchmark.split, file, known, data_dir)
+    shown = ""
+    if benchmark.shots:
+        examples = _split_rows(benchmark, "train", f"{name}_train", known, data_dir)
+        if len(examples) <= max(benchmark.shots):
+            raise InputError(f"{name}_train: has {len(examples)} rows, {name} shows row {max(benchmark.shots)}")
+        shown = "".join(_example(benchmark, examples[shot]) for shot in benchmark.shots)
+    return [replace(row, texts=tuple(shown + benchmark.ask(text) for text in row.texts)) for row in rows]
+
+
+def _example(benchmark: Benchmark, row: _Row) -> str:
+    return f"{benchmark.ask(row.texts[0])} {row.answers[0]}\n\n"
+
+
+def _split_rows(
+    benchmark: Benchmark, split: str, file: str, known: Mapping[str, Path], data_dir: str | None
+) -> list[_Row]:
+    """Rows of a split: from the data folder's `file`.jsonl, or else from the hub."""
+    if file in known:
+        return _file_rows(known[file], ("reference",))
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        rows = hub_rows(benchmark, split)
+    except InputError as error:
+        sought = f"{file}.jsonl is not in --data_dir {data_dir}" if data_dir else "no --data_dir"
+        raise InputError(f"{sought}, and {error}; put {file}.jsonl in a folder and give --data_dir") from None
+    return [_row(row, f"{benchmark.source(split)}, row {n}", ("reference",)) for n, row in enumerate(rows)]
+
+
+def _file_rows(path: Path, answers: tuple[str, ...] = ("answer", "reference")) -> list[_Row]:
+    """Each line that is not blank; only the newline character ends a line."""
+    try:
+        lines = path.read_bytes().decode("utf-8").split("\n")
     except (FileNotFoundError, IsADirectoryError):
         raise InputError(f"{path}: no such prompt file") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text (byte {error.start}); save it as UTF-8") from None
-    filled = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
-    for row, (number, line) in enumerate(filled):
-        if path.suffix in (".jsonl", ".json"):
-            yield row, *_read_row(line, f"{path}, line {number}")
-        else:
-            yield row, line.removesuffix("\r"), None
+    filled = [(f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not filled:
+        raise InputError(f"{path}: holds no prompts; write one JSON object with `prompt` on each line")
+    if path.suffix not in (".jsonl", ".json"):
+        return [_Row((line.removesuffix("\r"),), (None,)) for _, line in filled]
+    return [_row(_parsed(line, where), where, answers) for where, line in filled]
 
 
-def _read_row(line: str, where: str) -> tuple[str, str | None]:
+def _parsed(line: str, where: str) -> object:
     try:
-        values = json.loads(line)
+        return json.loads(line)
     except json.JSONDecodeError as error:
         raise InputError(f"{where}: not JSON ({error.msg}); mend or remove the line") from None
+
+
+def _row(values: object, where: str, answer_keys: tuple[str, ...]) -> _Row:
+    """The row's turns; the first one's answer is the first of `answer_keys` that is there."""
     prompt = values.get("prompt") if isinstance(values, dict) else None
     if not isinstance(prompt, str) or not prompt:
         raise InputError(f"{where}: the row has no `prompt` text; add it or remove the line")
-    answer = values.get("answer") if values.get("answer") is not None else values.get("reference")
+    turns = [prompt] if values.get("turns") is None else values["turns"]
+    if not _are_texts(turns) or not all(turns) or turns[:1] != [prompt]:
+        raise InputError(f"{where}: `turns` must be a list of texts of which `prompt` is the first; mend it")
+    answer = next((values[key] for key in answer_keys if values.get(key) is not None), None)
     if not isinstance(answer, str | None):
         raise InputError(f"{where}: the answer must be text, not {type(answer).__name__}")
-    return prompt, answer
+    references = [None] * len(turns) if values.get("reference_turns") is None else values["reference_turns"]
+    if not _are_texts(references, str | None) or len(references) != len(turns):
+        raise InputError(f"{where}: `reference_turns` must be a list of a text or null for each turn; mend it")
+    return _Row(tuple(turns), (references[0] if answer is None else answer, *references[1:]))
+
+
+def _are_texts(values: object, kind: type = str) -> bool:
+    return isinstance(values, list) and all(isinstance(value, kind) for value in values)

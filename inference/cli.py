@@ -30,6 +30,8 @@ def generate(config: DecodeConfig) -> None:
     from ecospec.inference.evaluate import sample_seed, sampling_options
     from ecospec.inference.preflight import preflight
     from ecospec.inference.runfolder import prompts_in_context
+    from ecospec.inference.turns import Turns
+    from ecospec.tracing.requests import prompt_ids
     from ecospec.tracing.target import load_target
 
     import torch  # isort: skip
@@ -43,11 +45,13 @@ def generate(config: DecodeConfig) -> None:
     (plan,) = plan_methods(config)
     decoder = EcoSpecDecoder(target, Workshop(target, config.traces).method(plan))
     streamer = TextStreamer(target.tokenizer, skip_special_tokens=True)
-    for prompt in prompts:
+    turns = Turns(config, target)
+    for prompt in map(turns.complete, prompts):
         torch.manual_seed(sample_seed(config.seed, prompt.sample_id))
-        ids = target.tokenizer(prompt.text, return_tensors="pt").input_ids
+        ids = torch.tensor([prompt_ids(prompt, target.tokenizer, config.chat_template)])
         options = sampling_options(config.temperature[0])
-        decoder.generate(ids, streamer=streamer, max_new_tokens=config.max_new_tokens, **options)
+        out = decoder.generate(ids, streamer=streamer, max_new_tokens=config.max_new_tokens, **options)
+        turns.note([prompt], [out[0, ids.shape[1] :].tolist()])
         run = decoder.last_run
         summary = f"α {run.acceptance_length:.2f} · 𝓔 {run.active_experts:.1f} · {run.tokens_per_second:.1f} tokens/s"
         print(f"[{summary} · {run.new_tokens} tokens in {len(run.steps)} steps]", file=sys.stderr)

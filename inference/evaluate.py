@@ -1,12 +1,14 @@
 """`ecospec-decode eval`: methods × data sets × temperatures × batch sizes on the same prompts, interleaved.
 
 Every method of a prompt (or batch) runs before the next, in an order that rotates, so that a machine whose speed drifts
-treats all methods alike. Plain decoding with our own loop is the reference for speed and for losslessness.
+treats all methods alike. Plain decoding with our own loop is the reference for speed and for losslessness, and its
+answers are those that the later turns of a conversation follow, whatever the method.
 """
 
 import hashlib
 import itertools
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -23,7 +25,9 @@ from ecospec.inference.decoder import Method
 from ecospec.inference.generation import generate_with
 from ecospec.inference.lossless import Difference, Probe, compare, first_difference, routed
 from ecospec.inference.statistics import Run, Step
+from ecospec.inference.turns import Turns
 from ecospec.tracing.recorder import RoutingRecorder
+from ecospec.tracing.requests import prompt_ids
 from ecospec.tracing.target import Target
 
 WARM_UP_TOKENS = 8
@@ -63,15 +67,18 @@ def evaluate(
         for temperature in config.temperature
         for batch in batches(prompts, size)
     ]
-    outcomes = []
+    outcomes, turns = [], defaultdict(lambda: Turns(config, target))
     with RoutingRecorder(target.model) as recorder:
         decode = _Decoder(config, target, recorder, methods)
         for plan in plans:
             decode(plan, [prompts[0]], config.temperature[0], max_new_tokens=WARM_UP_TOKENS)
-        for turn, (size, temperature, batch) in enumerate(progress(jobs, "batches decoded by every method")):
-            for index in _rotated(len(plans), turn):
+        for job, (size, temperature, planned) in enumerate(progress(jobs, "batches decoded by every method")):
+            batch = [turns[size, temperature].complete(prompt) for prompt in planned]
+            for index in _rotated(len(plans), job):
                 new_ids, run = decode(plans[index], batch, temperature)
                 outcomes.append(Outcome(plans[index], batch, temperature, size, new_ids, run))
+                if plans[index].baseline == "none":
+                    turns[size, temperature].note(batch, new_ids)
         return outcomes, _differences(decode, outcomes)
 
 
@@ -108,9 +115,14 @@ def _difference(decode: "_Decoder", outcome: Outcome, plain: Outcome, row: int) 
 
 
 def batches(prompts: list[Prompt], size: int) -> list[list[Prompt]]:
-    """Consecutive prompts of one data set, `size` at a time."""
+    """Consecutive prompts of one data set and turn, `size` at a time; a data set's first turns come first."""
     datasets = [list(group) for _, group in itertools.groupby(prompts, key=lambda prompt: prompt.dataset)]
-    return [group[start : start + size] for group in datasets for start in range(0, len(group), size)]
+    alike = [
+        [prompt for prompt in dataset if prompt.turn == turn]
+        for dataset in datasets
+        for turn in sorted({prompt.turn for prompt in dataset})
+    ]
+    return [group[start : start + size] for group in alike for start in range(0, len(group), size)]
 
 
 def sample_seed(seed: int, sample_id: str) -> int:
@@ -155,7 +167,8 @@ class _Decoder:
 
     def encode(self, prompt: Prompt) -> Tensor:
         """Ids [T] on the target's device."""
-        return self.target.tokenizer(prompt.text, return_tensors="pt").input_ids[0].to(self.target.model.device)
+        ids = prompt_ids(prompt, self.target.tokenizer, self.config.chat_template)
+        return torch.tensor(ids, device=self.target.model.device)
 
 
 def left_padded(texts: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -20,8 +20,10 @@ from ecospec.inference.replay import Tables, combinations
 from ecospec.inference.replay_results import replay
 from ecospec.inference.runfolder import prompts_in_context
 from ecospec.inference.treefile import Identity, Position, TreeSet, read_trees, write_trees
+from ecospec.inference.turns import Turns
 from ecospec.predictor.simple import fit_tables
 from ecospec.tracing.recorder import RoutingRecorder
+from ecospec.tracing.requests import prompt_ids
 from ecospec.tracing.target import Target, lab_folder, load_target
 
 TREES, REPLAY = "trees.parquet", "replay.json"
@@ -91,11 +93,13 @@ def _positions(config: DecodeConfig, target: Target, plan: MethodPlan, prompts: 
     options = {"max_new_tokens": config.max_new_tokens, **sampling_options(config.temperature[0])}
     with RoutingRecorder(target.model) as recorder:
         trees = TreeRecorder(target.model, recorder, method.drafter, plan.drafter.steps, method.footprints)
-        for prompt in progress(prompts, "prompts recorded"):
-            ids = target.tokenizer(prompt.text, return_tensors="pt").input_ids.to(target.model.device)
+        turns = Turns(config, target)
+        for prompt in map(turns.complete, progress(prompts, "prompts recorded")):
+            ids = torch.tensor([prompt_ids(prompt, target.tokenizer, config.chat_template)], device=target.model.device)
             seed = sample_seed(config.seed, prompt.sample_id)
             generator = torch.Generator(target.model.device).manual_seed(seed)
             yield from trees.record(prompt.sample_id, ids, generator, **options)
+            turns.note([prompt], [trees.last_answer])
 
 
 def _read(config: DecodeConfig) -> TreeSet:

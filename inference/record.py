@@ -51,6 +51,7 @@ class TreeRecorder:
         self.depth = depth
         self.method = Method(drafter, "confidence", footprints=footprints)
         self.tap = FeatureTap(model, self.method.feature_layers)
+        self.last_answer: list[int] = []  # ids of the text recorded last, without its prompt
 
     def record(
         self, prompt_id: str, ids_1T: Tensor, generator: torch.Generator | None = None, **generation_kwargs
@@ -62,7 +63,10 @@ class TreeRecorder:
         """
         refuse_unsupported(self.model, {"generation_config": None, **generation_kwargs})
         text = _Text(self.model, self.recorder, self.depth, generator)
-        self.model.generate(ids_1T, attention_mask=torch.ones_like(ids_1T), custom_generate=text, **generation_kwargs)
+        out_1T = self.model.generate(
+            ids_1T, attention_mask=torch.ones_like(ids_1T), custom_generate=text, **generation_kwargs
+        )
+        self.last_answer = out_1T[0, ids_1T.shape[1] :].tolist()
         return self._positions(prompt_id, ids_1T.shape[1], text)
 
     @torch.no_grad()

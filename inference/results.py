@@ -16,6 +16,7 @@ from ecospec.inference.config import DecodeConfig
 from ecospec.inference.evaluate import Outcome
 from ecospec.inference.lossless import Difference
 from ecospec.inference.statistics import PHASES, Step
+from ecospec.tracing.requests import in_chat_template
 from ecospec.tracing.target import Target
 
 RESAMPLES = 1000
@@ -46,6 +47,7 @@ def summarise(
         runs.append(
             _identity(config, target, group[0].plan)
             | {"dataset": dataset, "seen": dataset in seen, "temperature": temperature, "batch_size": size}
+            | {"chat_template": in_chat_template(group[0].prompts[0], target.tokenizer, config.chat_template)}
             | _speed(group, reference)
             | _steps([step for outcome in group for step in outcome.run.steps])
             | {"lossless": _lossless(group[0].plan, differences.get(key, []))}
@@ -93,7 +95,6 @@ def _identity(config: DecodeConfig, target: Target, plan: MethodPlan) -> dict:
         "predictor": folder_name(plan.predictor.path)
         if plan.needs_footprints and selection.footprints == "predictor"
         else None,
-        "chat_template": None,
         "gamma": selection and selection.gamma,
         "epsilon": selection.epsilon if plan.needs_footprints else None,
         "tree": {"steps": plan.drafter.steps, "topk": plan.drafter.topk} if speculative else None,

@@ -16,7 +16,7 @@ from ecospec.inference.preflight import preflight
 from ecospec.inference.report import read_runs, write_report
 from ecospec.inference.report_tables import markdown_table
 from ecospec.inference.results import folder_name, summarise, write_steps
-from ecospec.tracing.requests import encode, require_context
+from ecospec.inference.turns import require_room
 from ecospec.tracing.target import load_target, load_target_config, load_tokenizer
 
 
@@ -42,9 +42,8 @@ def run_eval(config: DecodeConfig, output: Path) -> str:
 def prompts_in_context(config: DecodeConfig) -> list[Prompt]:
     """The prompts. Raises InputError naming the first that does not fit the target's context with its new tokens."""
     prompts, model_config = read_prompts(config), load_target_config(config.target)
-    text = model_config.get_text_config()
-    requests = encode(prompts, load_tokenizer(config.target, text.vocab_size), teacher_force=False)
-    require_context(requests, getattr(text, "max_position_embeddings", None), config.max_new_tokens)
+    tokenizer = load_tokenizer(config.target, model_config.get_text_config().vocab_size)
+    require_room(prompts, tokenizer, model_config, config)
     return prompts
 
 

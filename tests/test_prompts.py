@@ -7,7 +7,7 @@ import pytest
 
 from ecospec.configs.errors import InputError
 from ecospec.configs.schema import PromptConfig
-from ecospec.data.prompts import known_datasets, read_prompts
+from ecospec.data.prompts import after, answered, known_datasets, read_prompts
 
 
 def write_rows(path: Path, rows: list[dict]) -> Path:
@@ -48,9 +48,53 @@ def test_a_text_file_is_a_prompt_a_line(tmp_path: Path) -> None:
     assert [p.text for p in read_prompts(PromptConfig(prompts=str(path)))] == ["first", "  second"]
 
 
-def test_of_several_turns_the_first_is_used(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "mt.jsonl", [{"prompt": "first", "turns": ["first", "second"]}])
-    assert [(p.text, p.turn) for p in read_prompts(PromptConfig(prompts=str(path)))] == [("first", 0)]
+def test_every_text_of_a_file_stays_as_it_is(tmp_path: Path) -> None:
+    texts = ["one\rstill one", "a\u2028b\u2029c", "\ttab  ", "日本語 🙂 e\u0301"]
+    path = tmp_path / "odd.txt"
+    path.write_bytes("\r\n".join(texts).encode())
+    assert [p.text for p in read_prompts(PromptConfig(prompts=str(path)))] == texts
+    path = write_rows(tmp_path / "odd.jsonl", [{"prompt": f"{text}\r\nmore"} for text in texts])
+    assert [p.text for p in read_prompts(PromptConfig(prompts=str(path)))] == [f"{text}\r\nmore" for text in texts]
+
+
+def test_the_same_text_twice_is_two_samples(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "twins.jsonl", [{"prompt": "a"}, {"prompt": "b"}, {"prompt": "a"}])
+    prompts = read_prompts(PromptConfig(prompts=str(path)))
+    assert [p.text for p in prompts] == ["a", "b", "a"]
+    assert len({p.sample_id for p in prompts}) == 3
+
+
+def test_every_turn_of_a_row_is_a_sample_that_follows_the_one_before(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "turns": ["a", "b", "c"], "reference_turns": ["x", None, "z"]}, {"prompt": "d"}]
+    path = write_rows(tmp_path / "mt.jsonl", rows)
+    prompts = read_prompts(PromptConfig(prompts=str(path)))
+    assert [(p.sample_id, p.row, p.turn, p.text, p.answer, p.follows) for p in prompts] == [
+        ("mt/0/0", 0, 0, "a", "x", None),
+        ("mt/0/1", 0, 1, "b", None, "mt/0/0"),
+        ("mt/0/2", 0, 2, "c", "z", "mt/0/1"),
+        ("mt/1/0", 1, 0, "d", None, None),
+    ]
+    assert [p.sample_id for p in read_prompts(PromptConfig(prompts=str(path), samples=1))] == [
+        "mt/0/0",
+        "mt/0/1",
+        "mt/0/2",
+    ]
+
+
+def test_a_row_s_own_answer_is_its_first_turn_s(tmp_path: Path) -> None:
+    row = {"prompt": "a", "turns": ["a", "b"], "answer": "mine", "reference_turns": ["x", "y"]}
+    path = write_rows(tmp_path / "mt.jsonl", [row])
+    assert [p.answer for p in read_prompts(PromptConfig(prompts=str(path)))] == ["mine", "y"]
+
+
+def test_a_later_turn_has_the_whole_conversation_before_it(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "mt.jsonl", [{"prompt": "a", "turns": ["a", "b", "c"]}])
+    said, complete = {}, []
+    for prompt, answer in zip(read_prompts(PromptConfig(prompts=str(path))), ["x", "", "z"], strict=True):
+        complete.append(after(prompt, said))
+        said[prompt.sample_id] = answered(complete[-1], answer)
+    assert [p.history for p in complete] == [(), ("a", "x"), ("a", "x", "b", "")]
+    assert all(after(prompt, {}) is prompt for prompt in complete), "a complete prompt is left alone"
 
 
 def test_samples_counts_per_data_set_from_its_start(tmp_path: Path) -> None:
@@ -73,6 +117,12 @@ def test_prompts_win_over_datasets(tmp_path: Path) -> None:
         ('{"question": "a"}', "no `prompt` text"),
         ('{"prompt": ""}', "no `prompt` text"),
         ('{"prompt": "a", "answer": 7}', "must be text"),
+        ('{"prompt": "a", "turns": ["b", "a"]}', "`turns`"),
+        ('{"prompt": "a", "turns": ["a", ""]}', "`turns`"),
+        ('{"prompt": "a", "turns": []}', "`turns`"),
+        ('{"prompt": "a", "turns": "ab"}', "`turns`"),
+        ('{"prompt": "a", "turns": ["a", "b"], "reference_turns": ["x"]}', "`reference_turns`"),
+        ('{"prompt": "a", "reference_turns": [7]}', "`reference_turns`"),
     ],
 )
 def test_a_bad_row_is_named_by_its_line_number(tmp_path: Path, line: str, problem: str) -> None:

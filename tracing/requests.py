@@ -1,9 +1,10 @@
-"""Prompts as token ids: what an engine is asked to trace. Knows nothing about models.
+"""Prompts as token ids: what a target is asked, in tracing and in decoding. Knows nothing about models.
 
 Letters: T tokens.
 """
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ecospec.configs.errors import InputError
 from ecospec.configs.files import sha256_json
-from ecospec.data.prompts import Prompt
+from ecospec.data.prompts import Prompt, after, answered
 
 
 @dataclass(frozen=True)
@@ -27,26 +28,66 @@ class Request:
         return self.prompt_ids + (self.answer_ids or [])
 
 
-def encode(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, teacher_force: bool) -> list[Request]:
+def encode(
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    teacher_force: bool,
+    chat_template: bool | None = None,
+) -> list[Request]:
     """Token ids of the prompts, and of their answers under `teacher_force`; the two are joined as token lists.
 
-    Raises InputError, naming the sample, when it has no tokens or lacks the answer to be forced.
+    A later turn follows the answers that are forced, or those in its history. Raises InputError, naming the sample,
+    when it lacks the answer to be forced, and for what `prompt_ids` refuses.
     """
-    requests = []
+    requests, said = [], {}
     for prompt in prompts:
-        if teacher_force and not prompt.answer:
-            raise InputError(f"sample {prompt.sample_id} has no `answer`, which --teacher_force needs")
-        prompt_ids = tokenizer(prompt.text)["input_ids"]
-        if not prompt_ids:
-            raise InputError(f"sample {prompt.sample_id}: its prompt has no tokens; remove the row")
-        answer_ids = tokenizer(prompt.answer, add_special_tokens=False)["input_ids"] if teacher_force else None
-        requests.append(Request(prompt, prompt_ids, answer_ids))
+        answer_ids = None
+        if teacher_force:
+            if prompt.answer is None:
+                raise InputError(f"sample {prompt.sample_id} has no `answer`, which --teacher_force needs")
+            prompt = after(prompt, said)
+            said[prompt.sample_id] = answered(prompt, prompt.answer)
+            answer_ids = tokenizer(prompt.answer, add_special_tokens=False)["input_ids"]
+        requests.append(Request(prompt, prompt_ids(prompt, tokenizer, chat_template), answer_ids))
     return requests
 
 
 def tokens_needed(request: Request, max_new_tokens: int) -> int:
     """Tokens that go through the model at most: the last new one never does."""
     return len(request.ids) + (0 if request.answer_ids is not None else max_new_tokens - 1)
+
+
+def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, chat_template: bool | None = None) -> list[int]:
+    """Ids [T] of the conversation up to the target's turn: in its chat template, or with blank lines between the texts.
+
+    A chat template writes its own special tokens, so none are added to it. Raises InputError, naming the sample, when
+    it has no tokens or follows an answer that is not known yet.
+    """
+    if prompt.follows is not None and not prompt.history:
+        raise InputError(f"sample {prompt.sample_id}: needs the answer to {prompt.follows}, which comes first")
+    texts = [*prompt.history, prompt.text]
+    if in_chat_template(prompt, tokenizer, chat_template):
+        roles = itertools.cycle(["user", "assistant"])
+        messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    else:
+        ids = tokenizer("\n\n".join(texts))["input_ids"]
+    if not ids:
+        raise InputError(f"sample {prompt.sample_id}: its prompt has no tokens; remove the row")
+    return ids
+
+
+def in_chat_template(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, chat_template: bool | None) -> bool:
+    """Whether `prompt` is put in the chat template: the key `chat_template`, or where it is not given as data set and
+    tokenizer allow. Raises InputError when it is asked for and the tokenizer has none."""
+    if chat_template and not tokenizer.chat_template:
+        raise InputError("--chat_template true: the target's tokenizer has no chat template; leave the option out")
+    return bool(prompt.chat and tokenizer.chat_template) if chat_template is None else chat_template
+
+
+def answer_text(answer_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of an answer as the next turn quotes it: without special tokens."""
+    return tokenizer.decode(answer_ids, skip_special_tokens=True)
 
 
 def require_context(requests: Sequence[Request], context: int | None, max_new_tokens: int) -> None:

@@ -1,0 +1,243 @@
+"""What a target is asked: its chat template, once each special token, and later turns after the answers before them."""
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config
+
+from ecospec.configs.errors import InputError
+from ecospec.configs.schema import TargetConfig
+from ecospec.data.prompts import Prompt, after, answered
+from ecospec.inference import runfolder
+from ecospec.inference.cli import main
+from ecospec.inference.config import DecodeConfig
+from ecospec.inference.evaluate import batches
+from ecospec.inference.treefile import read_trees
+from ecospec.inference.turns import Turns
+from ecospec.tracing.requests import answer_text, encode, in_chat_template, prompt_ids
+from ecospec.tracing.target import load_target
+from tests.test_eval import BASELINES, save_head
+from tests.tiny import END, END_ID, tiny_target_folder, tiny_tokenizer
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+FIRST = Prompt("mt/0/0", "mt", 0, 0, "one", "reply", chat=True)
+SECOND = Prompt("mt/0/1", "mt", 0, 1, "two", "more", chat=True, follows="mt/0/0")
+
+
+def tokenizer_with(template: str | None) -> PreTrainedTokenizerFast:
+    """A byte tokenizer that begins each plain text with its end token, as many begin theirs with a BOS."""
+    tokenizer = tiny_tokenizer()
+    begin = TemplateProcessing(single=f"{END} $A", special_tokens=[(END, END_ID)])
+    tokenizer.backend_tokenizer.post_processor = begin
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def shown(prompt: Prompt, template: str | None = TEMPLATE, chat_template: bool | None = None) -> str:
+    tokenizer = tokenizer_with(template)
+    return tokenizer.decode(prompt_ids(prompt, tokenizer, chat_template))
+
+
+def test_a_chat_prompt_is_put_in_the_template_where_there_is_one() -> None:
+    plain = replace(FIRST, chat=False)
+    assert shown(FIRST) == shown(plain, chat_template=True) == f"{END}[user]one[assistant]"
+    assert shown(plain) == shown(FIRST, template=None) == shown(FIRST, chat_template=False) == f"{END}one"
+
+
+@pytest.mark.parametrize(
+    "prompt", [FIRST, after(SECOND, {"mt/0/0": answered(FIRST, "reply")})], ids=["first", "second"]
+)
+@pytest.mark.parametrize("chat_template", [True, False])
+def test_a_prompt_begins_with_one_token_that_begins_texts(prompt: Prompt, chat_template: bool) -> None:
+    ids = prompt_ids(prompt, tokenizer_with(TEMPLATE), chat_template)
+    assert ids[0] == END_ID and ids.count(END_ID) == 1
+
+
+def test_a_template_asked_for_must_be_there() -> None:
+    with pytest.raises(InputError, match="no chat template"):
+        prompt_ids(FIRST, tokenizer_with(None), True)
+    assert in_chat_template(FIRST, tokenizer_with(None), None) is False
+
+
+@pytest.mark.parametrize("answer", ["reply", "", "antwort\r\n\u2028🙂"])
+def test_a_second_turn_shows_the_conversation_so_far(answer: str) -> None:
+    second = after(SECOND, {"mt/0/0": answered(FIRST, answer)})
+    assert shown(second) == f"{END}[user]one[assistant]{answer}[user]two[assistant]"
+    assert shown(second, template=None) == f"{END}one\n\n{answer}\n\ntwo"
+
+
+def test_a_second_turn_without_the_first_answer_is_refused_by_name() -> None:
+    with pytest.raises(InputError, match=r"mt/0/1.*mt/0/0"):
+        encode([FIRST, SECOND], tokenizer_with(TEMPLATE), teacher_force=False)
+
+
+def test_forced_turns_follow_the_answers_forced_before_them() -> None:
+    tokenizer = tokenizer_with(TEMPLATE)
+    first, second = encode([FIRST, SECOND], tokenizer, teacher_force=True)
+    assert tokenizer.decode(first.ids) == f"{END}[user]one[assistant]reply"
+    assert tokenizer.decode(second.ids) == f"{END}[user]one[assistant]reply[user]two[assistant]more"
+    with pytest.raises(InputError, match="mt/0/0 has no `answer`"):
+        encode([replace(FIRST, answer=None), SECOND], tokenizer, teacher_force=True)
+
+
+def test_an_empty_answer_is_an_answer_to_force() -> None:
+    (request,) = encode([replace(FIRST, answer="")], tokenizer_with(TEMPLATE), teacher_force=True)
+    assert request.answer_ids == [] and request.ids == request.prompt_ids
+
+
+def test_an_answer_is_quoted_without_special_tokens() -> None:
+    tokenizer = tiny_tokenizer()
+    ids = [*tokenizer("quoted")["input_ids"], END_ID]
+    assert answer_text(ids, tokenizer) == "quoted"
+    assert answer_text([END_ID], tokenizer) == ""
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 9])
+def test_batches_keep_turns_apart_and_in_order(size: int) -> None:
+    prompts = [
+        Prompt(f"{name}/{row}/{turn}", name, row, turn, "x", follows=f"{name}/{row}/0" if turn else None)
+        for name in ("a", "b")
+        for row in range(4)
+        for turn in range(1 + row % 2)
+    ]
+    planned = batches(prompts, size)
+    assert sorted(p.sample_id for batch in planned for p in batch) == sorted(p.sample_id for p in prompts)
+    assert all(len({(p.dataset, p.turn) for p in batch}) == 1 and len(batch) <= size for batch in planned)
+    place = {p.sample_id: number for number, batch in enumerate(planned) for p in batch}
+    assert all(place[p.follows] < place[p.sample_id] for p in prompts if p.follows)
+
+
+ROWS = [
+    {"prompt": "Name a colour.", "turns": ["Name a colour.", "Another?"]},
+    {"prompt": "Say why.", "turns": ["Say why.", "Say how.", "Enough."]},
+    {"prompt": "One turn."},
+]
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny chat target, a head for it, and `mt_bench.jsonl` of one, two and three turns."""
+    root = tmp_path_factory.mktemp("lab")
+    tiny_target_folder(root / "target", num_hidden_layers=6, max_position_embeddings=512)
+    tokenizer_with(TEMPLATE).save_pretrained(root / "target")
+    save_head(root / "head")
+    (root / "mt_bench.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return root
+
+
+@cache
+def by_hand(lab: Path) -> dict[str, tuple[int, list[int]]]:
+    """By sample id the prompt's length and the greedy answer: Transformers alone, the template written out."""
+    target, found = load_target(TargetConfig(name=str(lab / "target"))), {}
+    for number, row in enumerate(ROWS):
+        text = END
+        for turn, question in enumerate(row.get("turns", [row["prompt"]])):
+            text += f"[user]{question}[assistant]"
+            ids = target.tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+            out = target.model.generate(ids, max_new_tokens=10, do_sample=False)[0, ids.shape[1] :].tolist()
+            text += target.tokenizer.decode(out, skip_special_tokens=True)
+            found[f"mt_bench/{number}/{turn}"] = (ids.shape[1], out)
+    return found
+
+
+def options(lab: Path, **changes: object) -> list[str]:
+    values = {
+        "target": lab / "target",
+        "drafter": lab / "head",
+        "datasets": "mt_bench",
+        "data-dir": lab,
+        "selection": "confidence",
+        "max-new-tokens": 10,
+        "threads": 1,
+    } | changes
+    return [word for key, value in values.items() for word in (f"--{key}", str(value))]
+
+
+METHODS = f'[{{"label": "EAGLE-3", "selection": {{"policy": "confidence"}}}}, {BASELINES}]'
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_every_method_decodes_later_turns_after_plain_decodings_answers(
+    lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    seen = []
+    summarise = runfolder.summarise
+    monkeypatch.setattr(runfolder, "summarise", lambda *args: seen.extend(args[3]) or summarise(*args))
+    methods = METHODS if size == 1 else METHODS.replace(', {"label": "stock", "drafter": "hf_greedy"}', "")
+    command = options(lab, output=tmp_path / "run", methods=methods, temperature="0,1", **{"batch-size": size})
+    assert main(["eval", *command]) == 0
+    tokenizer = AutoTokenizer.from_pretrained(lab / "target")
+    decoded = {
+        (outcome.plan.label, outcome.temperature, prompt.sample_id): (prompt, ids)
+        for outcome in seen
+        for prompt, ids in zip(outcome.prompts, outcome.new_ids, strict=True)
+    }
+    for sample_id, (_, answer) in by_hand(lab).items():
+        assert decoded["plain", 0.0, sample_id][1] == answer
+    later = [key for key, (prompt, _) in decoded.items() if prompt.turn]
+    assert len(later) == 2 * 3 * (3 if size == 1 else 2)
+    for label, temperature, sample_id in later:
+        prompt = decoded[label, temperature, sample_id][0]
+        earlier, ids = decoded["plain", temperature, prompt.follows]
+        assert prompt.history == (*earlier.history, earlier.text, answer_text(ids, tokenizer))
+    runs = json.loads((tmp_path / "run" / "results.json").read_text())["runs"]
+    assert all(run["chat_template"] is True and run["samples"] == 6 for run in runs)
+    assert all(run["lossless"] in ("exact", "reference") for run in runs)
+
+
+def test_whether_the_template_was_used_is_in_the_results(lab: Path, tmp_path: Path) -> None:
+    chosen = {"methods": f"[{BASELINES.split(', {')[0]}]", "samples": 1, "chat-template": "false"}
+    assert main(["eval", *options(lab, output=tmp_path / "run", **chosen)]) == 0
+    (run,) = json.loads((tmp_path / "run" / "results.json").read_text())["runs"]
+    assert run["chat_template"] is False and run["samples"] == 2
+
+
+def test_recorded_turns_are_those_of_plain_decoding(lab: Path, tmp_path: Path) -> None:
+    assert main(["record", *options(lab, output=tmp_path / "trees")]) == 0
+    trees, expected = read_trees(tmp_path / "trees" / "trees.parquet"), by_hand(lab)
+    assert set(trees.spans) == set(expected)
+    for sample_id, (length, answer) in expected.items():
+        positions = [trees.positions[number] for number in trees.spans[sample_id]]
+        assert [position.position for position in positions] == [length + n for n in range(len(answer) - 1)]
+        assert [position.root for position in positions] == answer[:-1]
+
+
+def test_generate_writes_every_turn_after_the_one_before(lab: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", *options(lab, samples=1)]) == 0
+    shown, tokenizer = capsys.readouterr().out, AutoTokenizer.from_pretrained(lab / "target")
+    first, second = (answer_text(by_hand(lab)[f"mt_bench/0/{turn}"][1], tokenizer) for turn in (0, 1))
+    begin = f"[user]Name a colour.[assistant]{first}"
+    assert shown == f"{begin}\n{begin}[user]Another?[assistant]{second}\n"
+
+
+def test_a_turn_that_has_outgrown_the_context_is_refused_by_name() -> None:
+    tokenizer = tokenizer_with(TEMPLATE)
+    answer = tokenizer("reply", add_special_tokens=False)["input_ids"]
+    complete = after(SECOND, {"mt/0/0": answered(FIRST, "reply")})
+    context = len(prompt_ids(complete, tokenizer)) + 10 - 1  # the last of ten new tokens never goes through the model
+    for limit in (context, context - 1):
+        model = SimpleNamespace(config=Qwen3Config(max_position_embeddings=limit))
+        turns = Turns(DecodeConfig(max_new_tokens=10), SimpleNamespace(tokenizer=tokenizer, model=model))
+        turns.note([FIRST], [answer])
+        if limit == context:
+            assert turns.complete(SECOND) == complete
+            continue
+        with pytest.raises(InputError, match="mt/0/1 needs"):
+            turns.complete(SECOND)
+
+
+def test_a_conversation_that_may_outgrow_the_context_is_refused_before_decoding(
+    lab: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = options(lab, output=tmp_path / "run", methods=METHODS, **{"max-new-tokens": 160})
+    assert main(["eval", *command]) == 2
+    error = capsys.readouterr().err.strip().split("\n")[-1]
+    assert "mt_bench/1/2" in error and "512" in error
