@@ -17,6 +17,8 @@ from ecospec.inference.assemble import MethodPlan, Workshop, plan_methods
 from ecospec.inference.config import DecodeConfig, DrafterConfig, MethodConfig, PredictorConfig, SelectionConfig
 from ecospec.inference.evaluate import evaluate, sample_seed, sampling_options
 from ecospec.inference.generation import generate_with
+from ecospec.inference.offline import TREES
+from ecospec.inference.treefile import read_trees
 from ecospec.tracing.check import check_folder
 from ecospec.tracing.recorder import RoutingRecorder
 from ecospec.tracing.target import lab_folder, load_target
@@ -150,6 +152,15 @@ def test_the_shipped_traces_are_sound_and_show_locality():
     unions = [measure.mean_union(item.experts[None].astype(np.int64), E, 4) for item in traces]
     chance = E * (1 - (1 - K / E) ** 4)
     assert np.mean(unions) < 0.92 * chance
+
+
+def test_the_shipped_trees_are_the_train_prompts_of_the_shipped_target(target):
+    trees = read_trees(lab_folder("trees") / TREES)
+    assert trees.identity.target_config_sha256 == target.config_sha256
+    assert trees.identity.counts == target.shape.counts
+    assert {name.split("/")[1] for name in trees.spans} == {"train"}
+    assert len(trees.spans) == 160 and all(trees.spans.values())
+    assert all(position.experts_pred_NLK is not None for position in trees.positions)
 
 
 def test_the_card_keeps_its_promises():
