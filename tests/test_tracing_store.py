@@ -169,7 +169,7 @@ def test_a_part_may_hold_several_batches_each_its_own_row_group(tmp_path: Path) 
 def test_a_large_batch_commits_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "COMMIT_BYTES", 20)
     TraceFolder(tmp_path, header()).add([row(0)])
-    assert TraceFolder(tmp_path, header()).finished == {KEYS[0]}
+    assert TraceFolder(tmp_path, header()).done == {KEYS[0]}
 
 
 def test_resuming_finds_finished_keys_and_removes_leftovers(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_resuming_finds_finished_keys_and_removes_leftovers(tmp_path: Path) -> N
     opened.add([row(2)])  # never committed
     (tmp_path / ".part-00.parquet.77.partial").write_bytes(b"PAR1")
     resumed = TraceFolder(tmp_path, header(samples=3))
-    assert resumed.finished == set(KEYS[:2])
+    assert resumed.done == set(KEYS[:2])
     assert not resumed.complete
     assert not list(tmp_path.glob(".*"))
     resumed.add([row(2)])
@@ -257,7 +257,7 @@ def test_a_complete_folder_that_lost_a_part_says_how_to_mend_it(folder: Path) ->
     (folder / "manifest.json").unlink()
     resumed = TraceFolder(folder, header())
     for index in range(6):
-        if KEYS[index] not in resumed.finished:
+        if KEYS[index] not in resumed.done:
             resumed.add([row(index)])
     resumed.finalise(KEYS)
     check_folder(folder)

@@ -5,13 +5,17 @@ Letters: T tokens, L MoE layers, E experts, K experts per token.
 
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ecospec.configs.errors import DamageError
 from ecospec.configs.files import sha256_file
 from ecospec.tracing.layout import (
+    COLUMNS,
     MANIFEST,
     PARTS,
+    REJECTED,
+    REJECTED_COLUMNS,
     decode_experts,
     id_dtype,
     open_part,
@@ -38,24 +42,29 @@ def check_folder(folder: str | Path) -> dict:
     keys: set[str] = set()
     for part in manifest["parts"]:
         _check_part(folder / part["file"], part, manifest, keys)
-    _require_all(folder, len(keys), manifest)
+    written = len(keys)
+    for part in manifest.get("rejected_parts", []):
+        _check_rejected(folder / part["file"], part, keys)
+    _require_all(folder, written, len(keys) - written, manifest)
     return manifest
 
 
 def _require_listed(folder: Path, manifest: dict) -> None:
-    listed = {part["file"] for part in manifest["parts"]}
-    present = {path.name for path in folder.glob(PARTS)}
+    listed = {part["file"] for part in (*manifest["parts"], *manifest.get("rejected_parts", []))}
+    present = {path.name for pattern in (PARTS, REJECTED) for path in folder.glob(pattern)}
     for name in sorted(listed - present):
         raise DamageError(f"{folder / name}: listed in the manifest but missing")
     for name in sorted(present - listed):
         raise DamageError(f"{folder / name}: not listed in the manifest; it does not belong to this trace")
 
 
-def _require_all(folder: Path, found: int, manifest: dict) -> None:
+def _require_all(folder: Path, found: int, refused: int, manifest: dict) -> None:
     written, rejected = manifest["samples"]["written"], manifest["samples"]["rejected"]
     expected = sum(source["samples"] for source in manifest["prompts"])
     if found != written:
         raise DamageError(f"{folder}: {found} samples where the manifest says {written}")
+    if refused != rejected:
+        raise DamageError(f"{folder}: {refused} rejected samples where the manifest says {rejected}")
     if written + rejected != expected:
         raise DamageError(f"{folder}: {written} samples written and {rejected} rejected of {expected} prompts")
 
@@ -71,15 +80,30 @@ def _check_part(path: Path, part: dict, manifest: dict, keys: set[str]) -> None:
                 _check_row(row, manifest)
             except DamageError as error:
                 raise DamageError(f"{path}, sample {row['sample_id']}: {error}") from None
-            if row["key"] in keys:
-                raise DamageError(f"{path}, sample {row['sample_id']}: its key occurs twice")
-            keys.add(row["key"])
+            _add_key(keys, row, path)
 
 
-def _open_part(path: Path, part: dict) -> pq.ParquetFile:
+def _check_rejected(path: Path, part: dict, keys: set[str]) -> None:
+    """Check one part of rejected samples and add their keys to `keys`."""
+    file = _open_part(path, part, REJECTED_COLUMNS)
+    with reading(path):
+        rows = file.read().to_pylist()
+    for row in rows:
+        if not row["reason"]:
+            raise DamageError(f"{path}, sample {row['sample_id']}: no reason for its rejection")
+        _add_key(keys, row, path)
+
+
+def _add_key(keys: set[str], row: dict, path: Path) -> None:
+    if row["key"] in keys:
+        raise DamageError(f"{path}, sample {row['sample_id']}: its key occurs twice")
+    keys.add(row["key"])
+
+
+def _open_part(path: Path, part: dict, columns: pa.Schema = COLUMNS) -> pq.ParquetFile:
     if sha256_file(path) != part["sha256"]:
         raise DamageError(f"{path}: its sha256 is not the manifest's; the file was changed or damaged")
-    file = open_part(path)
+    file = open_part(path, columns)
     if file.metadata.num_rows != part["rows"]:
         raise DamageError(f"{path}: {file.metadata.num_rows} rows where the manifest says {part['rows']}")
     return file

@@ -61,6 +61,10 @@ class TraceConfig(PromptConfig):
     """Run each prompt followed by its given answer instead of generating."""
     batch_size: int = 16
     """Sequences per forward pass."""
+    shard: str = "0/1"
+    """Trace part i of n of the batches (`i/n`, from 0); n may change between runs of one job."""
+    retry_rejected: bool = False
+    """Try the samples again that an earlier run rejected."""
     seed: int = 0
     """Seed of the sampling; a batch's draws depend on it and on the batch's samples alone."""
     threads: int | None = None

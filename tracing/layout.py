@@ -1,6 +1,7 @@
 """The trace folder's format: file names, columns, how ids become bytes and back. Writes nothing; loads no torch.
 
 A folder holds `part-*.parquet`, visible only when complete, and `manifest.json`, written when the last part is there.
+Samples that an engine or the context refused are in `rejected-*.parquet`, with the reason and without routing.
 `experts` is [T, L, K] in C order, ids ascending in each group of K, in the narrowest unsigned type that holds E-1,
 little-endian; its byte length is always T·L·K·itemsize.
 
@@ -23,8 +24,8 @@ from ecospec.configs.files import read_json
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
-PARTS = "part-*.parquet"
-LEFTOVERS = (".part-*.partial", ".manifest.json.*.partial")  # of `replace_file`
+PARTS, REJECTED = "part-*.parquet", "rejected-*.parquet"
+LEFTOVERS = (".part-*.partial", ".rejected-*.partial", ".manifest.json.*.partial")  # of `replace_file`
 HEADER_KEY = b"ecospec"  # of each part's schema metadata: the manifest's header as JSON
 TRAIN_PERCENT = 80
 REMEDY = f"delete it and {MANIFEST}, then run the same ecospec-trace command again"
@@ -40,6 +41,7 @@ COLUMNS = pa.schema(
         ("split", pa.string()),
     ]
 )
+REJECTED_COLUMNS = pa.schema([*(COLUMNS.field(name) for name in COLUMNS.names[:4]), ("reason", pa.string())])
 _REQUIRED = {"schema", "target", "moe_layers", "num_experts", "top_k", "id_dtype", "prompts", "samples", "parts"}
 _REQUIRED_WITHIN = {  # of a mapping, or of each mapping in a list
     "target": {"name", "config_sha256"},
@@ -110,11 +112,11 @@ def read_manifest(folder: str | Path) -> dict:
     return manifest
 
 
-def open_part(path: Path) -> pq.ParquetFile:
-    """Raises DamageError when the part is no Parquet file or has other columns than a trace."""
+def open_part(path: Path, columns: pa.Schema = COLUMNS) -> pq.ParquetFile:
+    """Raises DamageError when the part is no Parquet file or has other columns than a trace (or `columns`)."""
     with reading(path):
         file = pq.ParquetFile(path)
-        if not file.schema_arrow.remove_metadata().equals(COLUMNS):
+        if not file.schema_arrow.remove_metadata().equals(columns):
             raise DamageError("its columns are not those of a trace")
     return file
 

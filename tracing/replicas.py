@@ -7,12 +7,16 @@ replicas are several `torchrun`s, each with a shard of its own, and without a sp
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
+import torch
 from transformers import PreTrainedConfig
 from transformers.distributed import DistributedConfig
 
 from ecospec.configs.errors import InputError
 from ecospec.configs.schema import TargetConfig
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,15 @@ def replica_of(config: TargetConfig, environment: Mapping[str, str] = os.environ
             f"torchrun --nproc-per-node, and one torchrun for each further copy of the model"
         )
     return Replica(0, 1, writes=rank == 0)
+
+
+def shared(value: T, config: TargetConfig) -> T:
+    """What the first process of a split model has, on all of them; the model is loaded already."""
+    if model_parallel_size(config) == 1:
+        return value
+    box = [value]
+    torch.distributed.broadcast_object_list(box, src=0)
+    return box[0]
 
 
 def split_options(config: TargetConfig, model_config: PreTrainedConfig) -> dict:

@@ -1,155 +1,222 @@
-"""`ecospec-trace run`: prompts → target → trace folder. The thin shell around batches, engine and store."""
+"""`ecospec-trace run`: prompts → target → trace folder. The thin shell around plan, engine and store."""
 
 import logging
 from collections.abc import Sequence
-from importlib import metadata
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedTokenizerBase
 
 from ecospec.configs.errors import DamageError, InputError
-from ecospec.configs.files import sha256_json
 from ecospec.configs.progress import progress
-from ecospec.configs.schema import TargetConfig
-from ecospec.data.prompts import Prompt, read_prompts
-from ecospec.tracing.batches import plan_batches
+from ecospec.data.prompts import after, answered, read_prompts
 from ecospec.tracing.config import TraceConfig
-from ecospec.tracing.engine import Routed, Sampling, TransformersEngine
-from ecospec.tracing.layout import SCHEMA_VERSION, encode_experts, id_dtype, split_of
-from ecospec.tracing.requests import Request, encode, request_key, require_context, tokenizer_sha256
-from ecospec.tracing.store import TraceFolder
-from ecospec.tracing.target import (
-    MoeShape,
-    config_hash,
-    load_target,
-    load_target_config,
-    load_tokenizer,
-    shape_of,
-    weights_hash,
-)
+from ecospec.tracing.engine import Engine, Sampling, TransformersEngine
+from ecospec.tracing.header import KEYED, trace_header
+from ecospec.tracing.layout import MANIFEST, encode_experts, read_manifest, split_of
+from ecospec.tracing.plan import PlannedBatch, Sample, Shard, plan_rounds, plan_samples
+from ecospec.tracing.replicas import Replica, replica_of, shared
+from ecospec.tracing.requests import Request, answer_text, encode
+from ecospec.tracing.store import TraceFolder, header_differences
+from ecospec.tracing.target import MoeShape, load_target, load_target_config, load_tokenizer, shape_of
+from ecospec.tracing.validation import EngineError, Rejected, Routed
+from ecospec.tracing.vllm import VllmEngine, engine_settings
 
+SHOWN_REJECTIONS = 10
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Job:
+    """All that can be known, and refused, without weights. `rounds`: one after the other, of this worker's batches."""
+
+    config: TraceConfig
+    shape: MoeShape
+    tokenizer: PreTrainedTokenizerBase
+    header: dict
+    samples: list[Sample]
+    rounds: list[list[PlannedBatch]]
+    replica: Replica
+
+    @property
+    def keys(self) -> list[str]:
+        return [sample.key for sample in self.samples]
+
+
 def run_trace(config: TraceConfig) -> None:
-    """Trace every prompt into `config.output`; what an earlier run of the same command finished there is kept.
+    """Trace this worker's share of the prompts into `config.output`; what is finished there is kept.
 
     Raises InputError for bad prompts, a dense target (before any weight is read) or a folder of something else,
-    DamageError when a finished folder lacks some of its samples.
+    DamageError when a finished folder lacks some of its samples, EngineError when the engine is beyond retry.
     """
     if config.output is None:
         raise InputError("no folder to write to: give --output DIR")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    shape, header, requests = _prepare(config)
-    folder = TraceFolder(config.output, header)
+    job = _prepare(config)
+    folder = TraceFolder(config.output, job.header)
+    if config.retry_rejected:
+        folder.forget_rejected()
     if folder.complete:
-        folder.require_finished(requests)
-        log.info("%s is already complete: %d samples, nothing to do", config.output, len(requests))
+        folder.require_finished(job.keys)
+        log.info("%s is already complete: %d samples, nothing to do", config.output, len(job.samples))
         return
-    keys = list(requests)
-    planned = plan_batches([len(request.ids) for request in requests.values()], config.batch_size)
-    batches = [{keys[index]: requests[keys[index]] for index in batch} for batch in planned]
-    pending = [batch for batch in batches if not folder.finished.issuperset(batch)]
-    log.info("%d samples in %d batches, %d batches to do", len(keys), len(batches), len(pending))
-    if pending:
-        _trace_batches(config, shape, folder, pending)
-    folder.finalise(keys)
-    log.info("%s is complete: %d samples", config.output, len(keys))
+    pending = [_pending(batches, folder) for batches in job.rounds]
+    todo = sum(map(len, pending))
+    log.info("%d samples in all; here %d of %d batches to do", len(job.samples), todo, sum(map(len, job.rounds)))
+    if todo:
+        _trace(job, folder, pending)
+    if job.replica.writes:
+        _conclude(job, folder)
 
 
-def _prepare(config: TraceConfig) -> tuple[MoeShape, dict, dict[str, Request]]:
-    """All that can be known, and refused, without weights: the target's shape, the header, and the requests by key."""
+def _prepare(config: TraceConfig) -> Job:
     prompts = read_prompts(config)
     model_config = load_target_config(config.target)
     shape = shape_of(model_config, config.target.trust_remote_code)
     tokenizer = load_tokenizer(config.target, shape.vocab_size)
-    requests = encode(prompts, tokenizer, config.teacher_force)
-    context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    require_context(requests, context, config.max_new_tokens)
-    header = trace_header(config, model_config, shape, prompts) | {"tokenizer_sha256": tokenizer_sha256(tokenizer)}
-    identity = {name: header[name] for name in ("schema", "target", "engine", "generation")}
-    return shape, header, {request_key(identity, request): request for request in requests}
+    ready = [prompt for prompt in prompts if config.teacher_force or prompt.follows is None]
+    requests = encode(ready, tokenizer, config.teacher_force, config.chat_template)
+    header = trace_header(config, model_config, shape, _engine_identity(config, shape), tokenizer, prompts)
+    samples = plan_samples(prompts, requests, {name: header[name] for name in KEYED})
+    replica = replica_of(config.target)
+    shard = Shard.parse(config.shard).within(replica.index, replica.count)
+    rounds = [[batch for batch in batches if shard.owns(batch)] for batches in plan_rounds(samples, config.batch_size)]
+    return Job(config, shape, tokenizer, header, samples, rounds, replica)
 
 
-def trace_header(
-    config: TraceConfig, model_config: PreTrainedConfig, shape: MoeShape, prompts: Sequence[Prompt]
-) -> dict:
-    """What the manifest says about a run before any sample is traced; a folder is resumed under the same only."""
-    return {
-        "schema": SCHEMA_VERSION,
-        "target": {
-            "name": config.target.name,
-            "revision": config.target.revision,
-            "dtype": _dtype_name(config.target, model_config),
-            "config_sha256": config_hash(model_config),
-            "weights_sha256": weights_hash(config.target),
-            "experts_implementation": config.target.experts_implementation,
-            "expert_mib": config.target.expert_mib,
-        },
-        "engine": {"name": "transformers", "version": metadata.version("transformers")},
-        "family": shape.family,
-        "vocab_size": shape.vocab_size,
-        "moe_layers": list(shape.layers),
-        "num_experts": shape.num_experts,
-        "top_k": shape.top_k,
-        "id_dtype": id_dtype(shape.num_experts).name,
-        "layout": "T,L,K",
-        "prompts": prompt_sources(prompts),
-        "generation": {
-            "max_new_tokens": None if config.teacher_force else config.max_new_tokens,
-            "temperature": config.temperature,
-            "top_p": config.top_p,
-            "teacher_force": config.teacher_force,
-            "batch_size": config.batch_size,
-            "seed": config.seed,
-        },
-    }
+def _pending(batches: Sequence[PlannedBatch], folder: TraceFolder) -> list[PlannedBatch]:
+    return [batch for batch in batches if not folder.done.issuperset(batch.keys)]
 
 
-def prompt_sources(prompts: Sequence[Prompt]) -> list[dict]:
-    """Each data set with its number of samples and a hash of their texts."""
-    texts: dict[str, list] = {}
-    for prompt in prompts:
-        texts.setdefault(prompt.dataset, []).append([prompt.sample_id, prompt.text, prompt.answer])
-    return [{"dataset": name, "samples": len(rows), "sha256": sha256_json(rows)} for name, rows in texts.items()]
-
-
-def _trace_batches(
-    config: TraceConfig, shape: MoeShape, folder: TraceFolder, batches: Sequence[dict[str, Request]]
-) -> None:
-    target = load_target(config.target)
-    sampling = Sampling(config.max_new_tokens, config.temperature, config.top_p, config.seed)
-    engine = TransformersEngine(target.model, shape, sampling)
+def _trace(job: Job, folder: TraceFolder, pending: Sequence[Sequence[PlannedBatch]]) -> None:
+    engine = _open_engine(job)
     try:
-        for batch in progress(batches, "batches traced"):
-            ((_, routed),) = engine.trace([list(batch.values())])
-            folder.add([_row(*each, shape) for each in zip(batch, batch.values(), routed, strict=True)])
-    except KeyboardInterrupt:
-        folder.commit()  # whole batches only: what was being traced is lost, what was traced is kept
+        for batches in filter(None, pending):
+            _trace_round(job, engine, folder, batches)
+    except (KeyboardInterrupt, EngineError):
+        if job.replica.writes:
+            folder.commit()  # whole batches only: what was being traced is lost, what was traced is kept
         raise
 
 
-def _row(key: str, request: Request, routed: Routed, shape: MoeShape) -> dict:
-    expected = (len(routed.input_ids), len(shape.layers), shape.top_k)
-    if routed.experts.shape != expected:
-        raise DamageError(f"sample {request.prompt.sample_id}: routing {routed.experts.shape} instead of {expected}")
-    prompt = request.prompt
-    return {
-        "key": key,
-        "sample_id": prompt.sample_id,
-        "dataset": prompt.dataset,
-        "turn": prompt.turn,
+def _open_engine(job: Job) -> Engine:
+    config = job.config
+    if config.engine.kind == "vllm":
+        engine = VllmEngine(config.engine, job.shape, _sampling(config))
+    else:
+        engine = TransformersEngine(load_target(config.target).model, job.shape, _sampling(config))
+    differences = header_differences(engine.identity, job.header["engine"])
+    if differences:
+        raise InputError(f"--output {config.output}: began with another engine ({'; '.join(differences)})")
+    return engine
+
+
+def _engine_identity(config: TraceConfig, shape: MoeShape) -> dict:
+    """What the engine says of itself; of a finished folder's servers its manifest says it, so that none is asked."""
+    if config.engine.kind == "transformers":
+        return TransformersEngine.identity
+    if (Path(config.output) / MANIFEST).exists():
+        return read_manifest(config.output).get("engine", {}) | engine_settings(config.engine)
+    return VllmEngine(config.engine, shape, _sampling(config)).identity
+
+
+def _sampling(config: TraceConfig) -> Sampling:
+    return Sampling(config.max_new_tokens, config.temperature, config.top_p, config.seed)
+
+
+def _trace_round(job: Job, engine: Engine, folder: TraceFolder, batches: Sequence[PlannedBatch]) -> None:
+    """Trace one round's batches, all earlier rounds being committed or rejected."""
+    folder.commit()
+    samples = {sample.prompt.sample_id: sample for batch in batches for sample in batch.samples}
+    ready = _ready(job, folder, batches) if job.replica.writes else None
+    requests, refused = shared(ready, job.config.target)
+    keep = folder.add if job.replica.writes else _discard
+    keep([], [_rejected_row(samples[sample_id], refusal) for sample_id, refusal in refused.items()])
+    for batch, outcomes in progress(engine.trace(requests), "batches traced", len(requests)):
+        pairs = [(samples[request.prompt.sample_id], outcome) for request, outcome in zip(batch, outcomes, strict=True)]
+        rejected = [_rejected_row(sample, outcome) for sample, outcome in pairs if isinstance(outcome, Rejected)]
+        keep([_row(*pair, job.shape) for pair in pairs if isinstance(pair[1], Routed)], rejected)
+
+
+def _ready(
+    job: Job, folder: TraceFolder, batches: Sequence[PlannedBatch]
+) -> tuple[list[list[Request]], dict[str, Rejected]]:
+    """The requests of each batch, later turns after the answers traced so far, and what follows a rejected sample."""
+    said = _said(job, folder, batches)
+    requests, refused = [], {}
+    for batch in batches:
+        asked = []
+        for sample in batch.samples:
+            if sample.request is not None:
+                asked.append(sample.request)
+            elif sample.prompt.follows in said:
+                asked += encode([after(sample.prompt, said)], job.tokenizer, False, job.config.chat_template)
+            else:
+                refused[sample.prompt.sample_id] = Rejected(f"follows {sample.prompt.follows}, which was rejected")
+        requests += [asked] if asked else []
+    return requests, refused
+
+
+def _said(job: Job, folder: TraceFolder, batches: Sequence[PlannedBatch]) -> dict[str, tuple[str, ...]]:
+    """By sample id the conversations that the batches' later turns follow, as far as they were traced."""
+    by_id = {sample.prompt.sample_id: sample for sample in job.samples}
+    chains = [_ancestors(sample, by_id) for batch in batches for sample in batch.samples]
+    answers = folder.answers({sample.key for chain in chains for sample in chain})
+    said: dict[str, tuple[str, ...]] = {}
+    for chain in chains:
+        for sample in chain:
+            if sample.key in answers and (sample.prompt.follows is None or sample.prompt.follows in said):
+                text = answer_text(answers[sample.key], job.tokenizer)
+                said[sample.prompt.sample_id] = answered(after(sample.prompt, said), text)
+    return said
+
+
+def _ancestors(sample: Sample, by_id: dict[str, Sample]) -> list[Sample]:
+    """The turns before one without a request, first turn first."""
+    chain = []
+    while sample.request is None:
+        sample = by_id[sample.prompt.follows]
+        chain.insert(0, sample)
+    return chain
+
+
+def _discard(rows: list[dict], rejected: list[dict]) -> None:
+    """What a process that does not write does with its share of a split model's results."""
+
+
+def _conclude(job: Job, folder: TraceFolder) -> None:
+    """Write the manifest if this was the last worker. Raises DamageError when samples of its own are missing."""
+    complete = folder.finalise(job.keys)
+    lost = sum(key not in folder.done for batches in job.rounds for batch in batches for key in batch.keys)
+    if lost:
+        raise DamageError(f"{folder.folder}: {lost} samples were neither written nor rejected; run the command again")
+    if not complete:
+        left = len(set(job.keys) - folder.done)
+        log.info("%s: this shard is done; %d of %d samples are left to others", folder.folder, left, len(job.keys))
+        return
+    refused = folder.rejected()
+    for sample_id, reason in list(refused.items())[:SHOWN_REJECTIONS]:
+        log.warning("rejected: sample %s: %s", sample_id, reason)
+    written = len(job.keys) - len(refused)
+    counts = (len(job.keys), written, len(refused))
+    log.info("%s is complete: %d samples expected = %d written + %d rejected", folder.folder, *counts)
+
+
+def _row(sample: Sample, routed: Routed, shape: MoeShape) -> dict:
+    return _identified(sample) | {
         "input_ids": routed.input_ids,
         "prompt_len": routed.prompt_len,
         "experts": encode_experts(routed.experts, shape.num_experts),
-        "split": split_of(prompt.dataset, prompt.row),
+        "split": split_of(sample.prompt.dataset, sample.prompt.row),
     }
 
 
-def _dtype_name(target: TargetConfig, model_config: PreTrainedConfig) -> str:
-    if target.dtype != "auto":
-        return target.dtype
-    if model_config.dtype is None:
-        raise InputError(f"--target.name {target.name}: its config does not say its dtype; give --target.dtype")
-    return str(model_config.dtype).removeprefix("torch.")
+def _rejected_row(sample: Sample, rejected: Rejected) -> dict:
+    return _identified(sample) | {"reason": rejected.reason}
+
+
+def _identified(sample: Sample) -> dict:
+    prompt = sample.prompt
+    return {"key": sample.key, "sample_id": prompt.sample_id, "dataset": prompt.dataset, "turn": prompt.turn}

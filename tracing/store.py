@@ -1,114 +1,192 @@
-"""Write a trace folder so that a kill at any moment loses only what was not yet committed.
+"""Write a trace folder so that a kill at any moment loses only what was not yet committed, beside other workers.
 
 A commit is a part becoming visible by rename; it holds whole batches. What is finished is read from the key columns of
-the visible parts, never from names or counts. Knows nothing about models or about what the rows mean.
+the visible parts, never from names or counts, and again before each commit: a sample that another worker has finished
+meanwhile is not written twice. Knows nothing about models or about what the rows mean.
 """
 
+import contextlib
 import json
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ecospec.configs.errors import DamageError, InputError
 from ecospec.configs.files import provenance, replace_file, sha256_file, sha256_json, write_json
-from ecospec.tracing.layout import COLUMNS, HEADER_KEY, LEFTOVERS, MANIFEST, PARTS, read_manifest, reading
+from ecospec.tracing.layout import (
+    COLUMNS,
+    HEADER_KEY,
+    LEFTOVERS,
+    MANIFEST,
+    PARTS,
+    REJECTED,
+    REJECTED_COLUMNS,
+    read_manifest,
+    reading,
+)
 
 COMMIT_BYTES = 8 * 2**20  # of expert ids
 COMMIT_SECONDS = 30.0
+LEFTOVER_SECONDS = 600.0  # a commit takes seconds: a half-written file of this age has no writer any more
 log = logging.getLogger(__name__)
 
 
 class TraceFolder:
-    """The folder of one run, which its `header` (what the manifest says before any sample is traced) identifies.
+    """The folder of one job, which its `header` (what the manifest says before any sample is traced) identifies.
 
-    Opening it removes what a killed run left half-written. Raises InputError when the folder holds something else or
-    the traces of another configuration, DamageError when a part is unreadable.
+    Raises InputError when the folder holds something else or the traces of another configuration, DamageError when a
+    part is unreadable.
     """
 
     def __init__(self, folder: str | Path, header: dict) -> None:
         self.folder, self.header = Path(folder), header
         self._metadata = {HEADER_KEY: json.dumps(header)}
-        self._pending: list[pa.Table] = []
+        self._pending: dict[str, list[pa.Table]] = {PARTS: [], REJECTED: []}
+        self._keys: dict[Path, list[str]] = {}
         self._last_commit = time.monotonic()
         self._open()
-        self.finished = self._finished_keys()
+        self.done: set[str] = set()
+        self.refresh()
 
     @property
     def complete(self) -> bool:
         return (self.folder / MANIFEST).exists()
 
+    def refresh(self) -> None:
+        """Read the keys of parts that have become visible, whoever wrote them, into `done`."""
+        for path in {*self.folder.glob(PARTS), *self.folder.glob(REJECTED)} - self._keys.keys():
+            with reading(path):
+                table = pq.read_table(path, columns=["key"])
+            self._require_same(json.loads((table.schema.metadata or {}).get(HEADER_KEY, b"{}")))
+            self._keys[path] = table["key"].to_pylist()
+            self.done.update(self._keys[path])
+
     def require_finished(self, expected: Collection[str]) -> None:
         """Raises DamageError when the parts of a complete folder lack a key of `expected`."""
-        missing = len(set(expected) - self.finished)
+        missing = len(set(expected) - self.done)
         if missing:
             raise DamageError(
                 f"{self.folder}: complete by its {MANIFEST}, but {missing} of {len(expected)} samples are missing; "
                 f"delete {MANIFEST} and run the same ecospec-trace command again"
             )
 
-    def add(self, rows: Sequence[dict]) -> None:
+    def forget_rejected(self) -> None:
+        """Let rejected samples be tried again: remove the manifest, then the parts that hold them."""
+        (self.folder / MANIFEST).unlink(missing_ok=True)
+        for path in self.folder.glob(REJECTED):
+            path.unlink()
+            self.done.difference_update(self._keys.pop(path))
+
+    def answers(self, keys: Collection[str]) -> dict[str, list[int]]:
+        """The token ids after the prompt of those samples of `keys` that are written."""
+        found = {}
+        for path, held in self._keys.items():
+            if path.match(PARTS) and not set(keys).isdisjoint(held):
+                with reading(path):
+                    table = pq.read_table(path, columns=["key", "input_ids", "prompt_len"])
+                rows = table.filter(pc.is_in(table["key"], pa.array(keys, pa.string()))).to_pylist()
+                found |= {row["key"]: row["input_ids"][row["prompt_len"] :] for row in rows}
+        return found
+
+    def rejected(self) -> dict[str, str]:
+        """By sample id why samples were rejected."""
+        reasons = {}
+        for path in sorted(path for path in self._keys if path.match(REJECTED)):
+            with reading(path):
+                table = pq.read_table(path, columns=["sample_id", "reason"])
+            reasons |= dict(zip(*(column.to_pylist() for column in table.columns), strict=True))
+        return reasons
+
+    def add(self, rows: Sequence[dict], rejected: Sequence[dict] = ()) -> None:
         """Take the rows of one batch, each with the columns of `layout`; commit what gathered once it is due."""
-        self._pending.append(pa.Table.from_pylist(list(rows), schema=COLUMNS.with_metadata(self._metadata)))
-        large = sum(table["experts"].nbytes for table in self._pending) >= COMMIT_BYTES
+        for kind, columns, items in ((PARTS, COLUMNS, rows), (REJECTED, REJECTED_COLUMNS, rejected)):
+            if items:
+                table = pa.Table.from_pylist(list(items), schema=columns.with_metadata(self._metadata))
+                self._pending[kind].append(table)
+        large = sum(table["experts"].nbytes for table in self._pending[PARTS]) >= COMMIT_BYTES
         if large or time.monotonic() - self._last_commit >= COMMIT_SECONDS:
             self.commit()
 
     def commit(self) -> None:
-        """Make the gathered batches visible as one part."""
-        if not self._pending:
-            return
-        keys = [key for table in self._pending for key in table["key"].to_pylist()]
-        path = self.folder / f"part-{sha256_json(keys)[:16]}.parquet"
-        replace_file(path, lambda partial: _write_part(partial, self._pending))
-        _flush_folder(self.folder)
-        self.finished.update(keys)
-        self._pending, self._last_commit = [], time.monotonic()
+        """Make what has gathered visible, as one part, and the rejected samples as another."""
+        self.refresh()
+        for kind, tables in self._pending.items():
+            new = [table for table in map(self._unfinished, tables) if len(table)]
+            if new:
+                self._write(kind, new)
+        self._pending, self._last_commit = {PARTS: [], REJECTED: []}, time.monotonic()
 
-    def finalise(self, expected: Collection[str]) -> None:
-        """Commit the rest and write the manifest. Raises DamageError when the parts do not hold exactly `expected`."""
+    def finalise(self, expected: Collection[str]) -> bool:
+        """Commit the rest; once every key of `expected` is there, write the manifest and return True.
+
+        Raises DamageError when the parts hold a key that is not expected, or one twice.
+        """
         self.commit()
-        paths = sorted(self.folder.glob(PARTS))
-        parts = [{"file": p.name, "rows": pq.read_metadata(p).num_rows, "sha256": sha256_file(p)} for p in paths]
-        written = sum(part["rows"] for part in parts)
-        if self._finished_keys() != set(expected) or written != len(expected):
-            raise DamageError(f"{self.folder}: {written} samples written where {len(expected)} were expected")
-        manifest = self.header | {
-            "samples": {"written": written, "rejected": 0},
-            "parts": parts,
-            "provenance": provenance(),
-        }
-        write_json(self.folder / MANIFEST, manifest)
+        counts = Counter(key for keys in self._keys.values() for key in keys)
+        if counts.keys() - set(expected):
+            raise DamageError(f"{self.folder}: holds samples that are not of this job; choose another folder")
+        twice = next((key for key, count in counts.items() if count > 1), None)
+        if twice is not None:
+            names = sorted(path.name for path, keys in self._keys.items() if twice in keys)
+            raise DamageError(
+                f"{self.folder}: {' and '.join(names)} hold the same sample; delete one of them and run the same "
+                "ecospec-trace command again"
+            )
+        if len(counts) < len(set(expected)):
+            return False
+        parts, rejected = (self._listed(pattern) for pattern in (PARTS, REJECTED))
+        written, refused = (sum(part["rows"] for part in group) for group in (parts, rejected))
+        samples = {"samples": {"written": written, "rejected": refused}}
+        listed = {"parts": parts, "rejected_parts": rejected, "provenance": provenance()}
+        self._remove_leftovers(LEFTOVERS[:2], 0)  # another worker may be writing this very manifest
+        write_json(self.folder / MANIFEST, self.header | samples | listed)
         _flush_folder(self.folder)
+        return True
+
+    def _unfinished(self, table: pa.Table) -> pa.Table:
+        return table.filter(pc.invert(pc.is_in(table["key"], pa.array(self.done, pa.string()))))
+
+    def _write(self, kind: str, tables: list[pa.Table]) -> None:
+        keys = [key for table in tables for key in table["key"].to_pylist()]
+        path = self.folder / kind.replace("*", sha256_json(keys)[:16])
+        replace_file(path, lambda partial: _write_part(partial, tables))
+        _flush_folder(self.folder)
+        self._keys[path] = keys
+        self.done.update(keys)
+
+    def _listed(self, pattern: str) -> list[dict]:
+        paths = sorted(path for path in self._keys if path.match(pattern))
+        return [{"file": p.name, "rows": len(self._keys[p]), "sha256": sha256_file(p)} for p in paths]
 
     def _open(self) -> None:
         if self.folder.exists() and not self.folder.is_dir():
             raise InputError(f"--output {self.folder}: is a file, not a folder")
         self.folder.mkdir(parents=True, exist_ok=True)
-        leftovers = {path for pattern in LEFTOVERS for path in self.folder.glob(pattern)}
-        foreign = set(self.folder.iterdir()) - leftovers - set(self.folder.glob(PARTS)) - {self.folder / MANIFEST}
+        known = {path for pattern in (*LEFTOVERS, PARTS, REJECTED) for path in self.folder.glob(pattern)}
+        foreign = {path for path in self.folder.iterdir() if path.name != MANIFEST} - known
+        foreign = {path for path in foreign if path.exists()}  # another worker may just have renamed one
         if foreign:
             raise InputError(
                 f"--output {self.folder}: holds {min(foreign).name}, so it is no trace folder; choose another"
             )
         if self.complete:
             self._require_same(read_manifest(self.folder))
-        for path in leftovers:
-            log.info("removing %s, which a stopped run left half-written", path.name)
-            path.unlink()
+        self._remove_leftovers(LEFTOVERS, LEFTOVER_SECONDS)
 
-    def _finished_keys(self) -> set[str]:
-        keys = set()
-        for path in self.folder.glob(PARTS):
-            with reading(path):
-                table = pq.read_table(path, columns=["key"])
-            self._require_same(json.loads((table.schema.metadata or {}).get(HEADER_KEY, b"{}")))
-            keys.update(table["key"].to_pylist())
-        return keys
+    def _remove_leftovers(self, patterns: Sequence[str], seconds: float) -> None:
+        """Remove half-written files that are older than `seconds`; a younger one may be another worker's."""
+        for path in {path for pattern in patterns for path in self.folder.glob(pattern)}:
+            with contextlib.suppress(FileNotFoundError):  # it was completed, or another worker was faster
+                if time.time() - path.stat().st_mtime >= seconds:
+                    path.unlink()
+                    log.info("removed %s, which a stopped run left half-written", path.name)
 
     def _require_same(self, found: dict) -> None:
         differences = header_differences(found, self.header)
@@ -134,8 +212,8 @@ def header_differences(found: dict, wanted: dict, prefix: str = "") -> list[str]
 
 def _write_part(path: Path, batches: Sequence[pa.Table]) -> None:
     """One row group a batch. No dictionary for what never repeats."""
-    options = {"compression": "zstd", "use_dictionary": ["dataset", "split"]}
-    with pq.ParquetWriter(path, batches[0].schema, **options) as writer:
+    repeated = [name for name in ("dataset", "split", "reason") if name in batches[0].column_names]
+    with pq.ParquetWriter(path, batches[0].schema, compression="zstd", use_dictionary=repeated) as writer:
         for batch in batches:
             writer.write_table(batch)
 
