@@ -61,6 +61,16 @@ def validate(sent_ids: list[int], prompt_len: int, report: Report, shape: MoeSha
     return Routed(input_ids, prompt_len, _moe_rows(report.experts, shape))
 
 
+def prompt_fault(read_ids: list[int], sent_ids: list[int]) -> str | None:
+    """How the ids that an engine read differ from those that it was sent; None where they do not."""
+    if read_ids == sent_ids:
+        return None
+    if len(read_ids) != len(sent_ids):
+        return f"the engine read {len(read_ids)} prompt ids where {len(sent_ids)} were sent"
+    place = next(index for index, pair in enumerate(zip(read_ids, sent_ids, strict=True)) if pair[0] != pair[1])
+    return f"the engine read id {read_ids[place]} at place {place} where {sent_ids[place]} was sent"
+
+
 def outgrown(tokens: int, context: int | None) -> Rejected | None:
     """The refusal of a sequence of `tokens` tokens that a context of `context` cannot hold; None where it fits."""
     if context is None or tokens <= context:
@@ -70,8 +80,9 @@ def outgrown(tokens: int, context: int | None) -> Rejected | None:
 
 def _faults(sent_ids: list[int], report: Report, shape: MoeShape) -> Iterator[str]:
     """Each check may rely on those before it: read the first fault only."""
-    if report.read_ids != sent_ids:
-        yield f"the engine read {_difference(report.read_ids, sent_ids)}"
+    prompt = prompt_fault(report.read_ids, sent_ids)
+    if prompt is not None:
+        yield prompt
     experts = report.experts
     if experts.ndim != 3 or experts.dtype.kind not in "iu":
         yield f"the routing is {experts.dtype} {list(experts.shape)}, not integers [tokens, layers, K]"
@@ -128,10 +139,3 @@ def _empty_row(experts_TLK: np.ndarray, num_experts: int) -> int | None:
 
 def _moe_rows(experts: np.ndarray, shape: MoeShape) -> np.ndarray:
     return experts if experts.shape[1] == len(shape.layers) else experts[:, list(shape.layers)]
-
-
-def _difference(read_ids: list[int], sent_ids: list[int]) -> str:
-    if len(read_ids) != len(sent_ids):
-        return f"{len(read_ids)} prompt ids where {len(sent_ids)} were sent"
-    place = next(index for index, pair in enumerate(zip(read_ids, sent_ids, strict=True)) if pair[0] != pair[1])
-    return f"id {read_ids[place]} at place {place} where {sent_ids[place]} was sent"
