@@ -7,6 +7,7 @@ import dataclasses
 import json
 import logging
 import re
+import signal
 import sys
 import types
 import typing
@@ -48,6 +49,7 @@ def main(prog: str, schema: type, subcommands: Sequence[Subcommand], argv: Seque
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
     for client in ("httpx", "httpx2"):  # a line a request
         logging.getLogger(client).setLevel(logging.WARNING)
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's Ctrl-C
     try:
         subcommand = _choose(prog, subcommands, argv)
         config, folders = parse(f"{prog} {subcommand.name}", schema, argv[1:], subcommand.folders)
@@ -58,6 +60,8 @@ def main(prog: str, schema: type, subcommands: Sequence[Subcommand], argv: Seque
         return _fail(prog, error, 1)
     except KeyboardInterrupt:
         return _fail(prog, "interrupted", 130)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
     return 0
 
 

@@ -221,8 +221,8 @@ def test_ctrl_c_keeps_the_batches_that_were_traced_but_not_yet_committed(
     folder, add = tmp_path / "t", store.TraceFolder.add
     traced = []
 
-    def interrupted(self: store.TraceFolder, rows: list) -> None:
-        add(self, rows)
+    def interrupted(self: store.TraceFolder, rows: list, rejected: list) -> None:
+        add(self, rows, rejected)
         traced.extend(row["key"] for row in rows)
         if len(traced) > len(rows):
             raise KeyboardInterrupt
@@ -250,7 +250,7 @@ def test_after_a_kill_the_same_command_completes_the_same_rows(
     assert len(list(folder.glob("part-*"))) == POINTS[point]
     assert not (folder / "manifest.json").exists()
     assert main(command(folder, *SAMPLED)) == 0
-    assert not list(folder.glob(".*"))
+    assert not list(folder.glob(".part-*"))
     assert rows_of(folder) == uninterrupted
 
 

@@ -6,7 +6,6 @@ import torch
 
 from ecospec.configs.errors import DamageError
 from ecospec.data.prompts import Prompt
-from ecospec.tracing.batches import plan_batches
 from ecospec.tracing.engine import Outcome, Sampling, TransformersEngine
 from ecospec.tracing.requests import Request
 from ecospec.tracing.target import shape_of
@@ -132,16 +131,6 @@ def test_rows_that_do_not_add_up_are_damage(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(model, "generate", lambda *args, **options: generate(*args, **options)[:, :-1])
     with pytest.raises(DamageError, match="tokens where"):
         outcomes_of(engine, requests_of())
-
-
-@pytest.mark.parametrize("batch_size", [1, 2, 5, 100])
-def test_batches_hold_every_index_once_and_sort_by_length(batch_size: int) -> None:
-    lengths = [5, 3, 9, 3, 5, 1, 3]
-    batches = plan_batches(lengths, batch_size)
-    flat = [index for batch in batches for index in batch]
-    assert sorted(flat) == list(range(7))
-    assert flat == [5, 1, 3, 6, 0, 4, 2]  # equal lengths keep their order
-    assert all(len(batch) == batch_size for batch in batches[:-1])
 
 
 def test_forced_tokens_keep_their_own_positions_beside_padding() -> None:

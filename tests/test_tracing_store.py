@@ -2,6 +2,8 @@
 
 import errno
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,6 +56,11 @@ def row(index: int, num_experts: int = 8) -> dict:
         "experts": encode_experts(random_experts(T, num_experts, seed=index), num_experts),
         "split": split_of("lab/maths", index),
     }
+
+
+def refused(index: int) -> dict:
+    identity = {name: row(index)[name] for name in ("key", "sample_id", "dataset", "turn")}
+    return identity | {"reason": "too long"}
 
 
 @pytest.fixture
@@ -177,13 +184,17 @@ def test_resuming_finds_finished_keys_and_removes_leftovers(tmp_path: Path) -> N
     opened.add([row(0), row(1)])
     opened.commit()
     opened.add([row(2)])  # never committed
-    (tmp_path / ".part-00.parquet.77.partial").write_bytes(b"PAR1")
+    old, young = (tmp_path / f".part-{n}.parquet.77.partial" for n in "01")
+    for path in (old, young):
+        path.write_bytes(b"PAR1")
+    os.utime(old, (0, 0))
     resumed = TraceFolder(tmp_path, header(samples=3))
     assert resumed.done == set(KEYS[:2])
     assert not resumed.complete
-    assert not list(tmp_path.glob(".*"))
+    assert list(tmp_path.glob(".*")) == [young], "another worker may be writing it"
     resumed.add([row(2)])
-    resumed.finalise(KEYS[:3])
+    assert resumed.finalise(KEYS[:3])
+    assert not list(tmp_path.glob(".*"))
     assert check_folder(tmp_path)["samples"] == {"written": 3, "rejected": 0}
 
 
@@ -207,15 +218,64 @@ def test_a_folder_of_something_else_is_refused_untouched(tmp_path: Path) -> None
         TraceFolder(tmp_path / "thesis.tex", header())
 
 
-def test_finalising_with_a_sample_missing_or_twice_is_damage(tmp_path: Path) -> None:
+def test_a_folder_is_complete_only_with_every_sample_once_and_no_other(tmp_path: Path) -> None:
     opened = TraceFolder(tmp_path, header())
     opened.add([row(0)])
-    with pytest.raises(DamageError, match="1 samples written where 2"):
-        opened.finalise(KEYS[:2])
-    opened.add([row(0), row(1)])
-    with pytest.raises(DamageError, match="3 samples written where 2"):
-        opened.finalise(KEYS[:2])
+    assert not opened.finalise(KEYS[:2])
+    with pytest.raises(DamageError, match="not of this job"):
+        opened.finalise(KEYS[1:2])
+    (part,) = tmp_path.glob("part-*")
+    copy = shutil.copy(part, tmp_path / "part-copied.parquet")
+    with pytest.raises(DamageError, match=f"{part.name} and part-copied.parquet hold the same sample"):
+        opened.finalise(KEYS[:1])
     assert not opened.complete
+    Path(copy).unlink()
+    assert TraceFolder(tmp_path, header()).finalise(KEYS[:1])
+
+
+def test_a_sample_that_another_worker_finished_is_not_written_again(tmp_path: Path) -> None:
+    first, second = (TraceFolder(tmp_path, header(samples=3)) for _ in range(2))
+    first.add([row(0), row(1)])
+    second.add([row(1), row(2)], [refused(0)])
+    first.commit()
+    assert second.finalise(KEYS[:3])
+    assert check_folder(tmp_path)["samples"] == {"written": 3, "rejected": 0}
+
+
+def test_rejected_samples_are_kept_apart_counted_and_tried_again_when_asked(tmp_path: Path) -> None:
+    opened = TraceFolder(tmp_path, header(samples=3))
+    opened.add([row(0)], [refused(1), refused(2)])
+    assert opened.finalise(KEYS[:3])
+    manifest = check_folder(tmp_path)
+    assert manifest["samples"] == {"written": 1, "rejected": 2}
+    assert [trace.key for trace in read_traces(tmp_path)] == [KEYS[0]]
+    assert opened.rejected() == {f"lab/maths/{n}/0": "too long" for n in (1, 2)}
+    again = TraceFolder(tmp_path, header(samples=3))
+    assert again.done == set(KEYS[:3])
+    again.forget_rejected()
+    assert again.done == {KEYS[0]} and not again.complete
+    again.add([row(1)], [refused(2)])
+    assert again.finalise(KEYS[:3])
+    assert check_folder(tmp_path)["samples"] == {"written": 2, "rejected": 1}
+
+
+def test_a_lost_or_changed_part_of_rejected_samples_is_damage(tmp_path: Path) -> None:
+    opened = TraceFolder(tmp_path, header(samples=2))
+    opened.add([row(0)], [refused(1)])
+    opened.finalise(KEYS[:2])
+    (part,) = tmp_path.glob("rejected-*")
+    content = part.read_bytes()
+    part.write_bytes(content + b"x")
+    with pytest.raises(DamageError, match="sha256"):
+        check_folder(tmp_path)
+    part.unlink()
+    with pytest.raises(DamageError, match="missing"):
+        check_folder(tmp_path)
+    part.write_bytes(content)
+    manifest = read_json(tmp_path / "manifest.json")
+    write_json(tmp_path / "manifest.json", manifest | {"samples": {"written": 1, "rejected": 0}})
+    with pytest.raises(DamageError, match="1 rejected samples where the manifest says 0"):
+        check_folder(tmp_path)
 
 
 def test_a_part_that_cannot_be_read_is_damage_with_a_remedy(folder: Path) -> None:

@@ -81,6 +81,10 @@ class TraceConfig(PromptConfig):
             "temperature": (self.temperature >= 0, "must not be negative"),
             "top_p": (0 < self.top_p <= 1, "must be above 0 and at most 1"),
             "batch_size": (self.batch_size >= 1, "must be at least 1"),
+            "retry_rejected": (
+                not self.retry_rejected or self.shard == "0/1",
+                "one worker alone can do it, without --shard",
+            ),
             "threads": (self.threads is None or self.threads >= 1, "must be at least 1"),
         }
         require("", self, rules)

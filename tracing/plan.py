@@ -54,7 +54,7 @@ class Shard:
 
     def within(self, index: int, count: int) -> "Shard":
         """Part `index` of `count` of this shard."""
-        return Shard(self.index * count + index, self.count * count)
+        return Shard(self.index + index * self.count, self.count * count)
 
     def owns(self, batch: PlannedBatch) -> bool:
         return batch.number % self.count == self.index

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ecospec.configs.errors import DamageError, InputError
 from ecospec.configs.progress import progress
@@ -75,6 +75,7 @@ def _prepare(config: TraceConfig) -> Job:
     prompts = read_prompts(config)
     model_config = load_target_config(config.target)
     shape = shape_of(model_config, config.target.trust_remote_code)
+    _require_context(config, model_config)
     tokenizer = load_tokenizer(config.target, shape.vocab_size)
     ready = [prompt for prompt in prompts if config.teacher_force or prompt.follows is None]
     requests = encode(ready, tokenizer, config.teacher_force, config.chat_template)
@@ -84,6 +85,13 @@ def _prepare(config: TraceConfig) -> Job:
     shard = Shard.parse(config.shard).within(replica.index, replica.count)
     rounds = [[batch for batch in batches if shard.owns(batch)] for batches in plan_rounds(samples, config.batch_size)]
     return Job(config, shape, tokenizer, header, samples, rounds, replica)
+
+
+def _require_context(config: TraceConfig, model_config: PreTrainedConfig) -> None:
+    """Raises InputError where no prompt at all could fit; single samples that do not are rejected."""
+    context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    if not config.teacher_force and context is not None and config.max_new_tokens > context:
+        raise InputError(f"--max_new_tokens {config.max_new_tokens}: the target's context is {context} tokens")
 
 
 def _pending(batches: Sequence[PlannedBatch], folder: TraceFolder) -> list[PlannedBatch]:
@@ -200,6 +208,10 @@ def _conclude(job: Job, folder: TraceFolder) -> None:
     for sample_id, reason in list(refused.items())[:SHOWN_REJECTIONS]:
         log.warning("rejected: sample %s: %s", sample_id, reason)
     written = len(job.keys) - len(refused)
+    if not written:
+        raise DamageError(
+            f"{folder.folder}: every sample was rejected, as said above; mend that, then --retry_rejected"
+        )
     counts = (len(job.keys), written, len(refused))
     log.info("%s is complete: %d samples expected = %d written + %d rejected", folder.folder, *counts)
 

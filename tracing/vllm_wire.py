@@ -13,7 +13,7 @@ import re
 
 import numpy as np
 
-from ecospec.configs.errors import InputError
+from ecospec.configs.errors import InputError, brief
 from ecospec.tracing.engine import Sampling, batch_seed
 from ecospec.tracing.requests import Request
 from ecospec.tracing.target import MoeShape
@@ -83,7 +83,7 @@ def report_of(answer: object, max_tokens: int, shape: MoeShape) -> Report | Reje
     try:
         experts = decode_routing(value, rows * shape.num_layers * shape.top_k * np.dtype(np.int64).itemsize)
     except (TypeError, ValueError, EOFError, MemoryError) as error:
-        return Rejected(f"the engine's routing cannot be read ({' '.join(str(error).split())[:200]})")
+        return Rejected(f"the engine's routing cannot be read ({brief(error)})")
     return Report(read_ids, new_ids, experts)
 
 
