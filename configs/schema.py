@@ -36,7 +36,7 @@ class PromptConfig:
     prompts: str | None = None
     """JSON Lines file of rows with `prompt` (and `answer`), or text with a prompt a line; wins over `datasets`."""
     datasets: list[str] | None = None
-    """Prompt sets: the lab's (`lab/maths`, `lab/train/maths`, …), files of `data_dir`, or benchmarks (see the docs)."""
+    """Prompt sets: the lab's (`lab/maths`, `lab/train/maths`, …), files of `data_dir`, or benchmarks (`gsm8k`, …)."""
     data_dir: str | None = None
     """Folder of further prompt sets, `NAME.jsonl` each; benchmarks that it lacks come from the hub."""
     samples: int | None = None

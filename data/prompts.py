@@ -151,8 +151,8 @@ def _split_rows(
     try:
         rows = hub_rows(benchmark, split)
     except InputError as error:
-        sought = f"{file}.jsonl is not in --data_dir {data_dir}" if data_dir else "no --data_dir"
-        raise InputError(f"{sought}, and {error}; put {file}.jsonl in a folder and give --data_dir") from None
+        sought = f"is not in --data_dir {data_dir}" if data_dir else "no --data_dir was given to look in"
+        raise InputError(f"{file}.jsonl: {sought}, and {error}; put it in a folder and give --data_dir") from None
     return [_row(row, f"{benchmark.source(split)}, row {n}", ("reference",)) for n, row in enumerate(rows)]
 
 

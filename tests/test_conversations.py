@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config
 from ecospec.configs.errors import InputError
 from ecospec.configs.schema import TargetConfig
 from ecospec.data.prompts import Prompt, after, answered
-from ecospec.inference import runfolder
+from ecospec.inference import evaluate, runfolder
 from ecospec.inference.cli import main
 from ecospec.inference.config import DecodeConfig
 from ecospec.inference.evaluate import batches
@@ -115,6 +115,7 @@ def test_batches_keep_turns_apart_and_in_order(size: int) -> None:
     assert all(place[p.follows] < place[p.sample_id] for p in prompts if p.follows)
 
 
+NEW_TOKENS = 6
 ROWS = [
     {"prompt": "Name a colour.", "turns": ["Name a colour.", "Another?"]},
     {"prompt": "Say why.", "turns": ["Say why.", "Say how.", "Enough."]},
@@ -142,7 +143,7 @@ def by_hand(lab: Path) -> dict[str, tuple[int, list[int]]]:
         for turn, question in enumerate(row.get("turns", [row["prompt"]])):
             text += f"[user]{question}[assistant]"
             ids = target.tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
-            out = target.model.generate(ids, max_new_tokens=10, do_sample=False)[0, ids.shape[1] :].tolist()
+            out = target.model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)[0, ids.shape[1] :].tolist()
             text += target.tokenizer.decode(out, skip_special_tokens=True)
             found[f"mt_bench/{number}/{turn}"] = (ids.shape[1], out)
     return found
@@ -155,7 +156,7 @@ def options(lab: Path, **changes: object) -> list[str]:
         "datasets": "mt_bench",
         "data-dir": lab,
         "selection": "confidence",
-        "max-new-tokens": 10,
+        "max-new-tokens": NEW_TOKENS,
         "threads": 1,
     } | changes
     return [word for key, value in values.items() for word in (f"--{key}", str(value))]
@@ -164,33 +165,63 @@ def options(lab: Path, **changes: object) -> list[str]:
 METHODS = f'[{{"label": "EAGLE-3", "selection": {{"policy": "confidence"}}}}, {BASELINES}]'
 
 
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> dict[tuple, tuple]:
+    """Filled by `eval`: (label, temperature, sample id) → prompt as it was decoded, and its new ids."""
+    found, summarise = {}, runfolder.summarise
+
+    def watched(config: DecodeConfig, target: object, plans: list, outcomes: list, *others: object) -> list[dict]:
+        for outcome in outcomes:
+            for prompt, ids in zip(outcome.prompts, outcome.new_ids, strict=True):
+                found[outcome.plan.label, outcome.temperature, prompt.sample_id] = (prompt, ids)
+        return summarise(config, target, plans, outcomes, *others)
+
+    monkeypatch.setattr(runfolder, "summarise", watched)
+    return found
+
+
+def require_plain_history(lab: Path, decoded: dict[tuple, tuple]) -> int:
+    """The number of later turns, each checked to follow plain decoding's answer at its temperature."""
+    tokenizer = AutoTokenizer.from_pretrained(lab / "target")
+    later = [(key[1], prompt) for key, (prompt, _) in decoded.items() if prompt.turn]
+    for temperature, prompt in later:
+        earlier, ids = decoded["plain", temperature, prompt.follows]
+        assert prompt.history == (*earlier.history, earlier.text, answer_text(ids, tokenizer))
+    return len(later)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_every_method_decodes_later_turns_after_plain_decodings_answers(
-    lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+    lab: Path, tmp_path: Path, decoded: dict, size: int
 ) -> None:
-    seen = []
-    summarise = runfolder.summarise
-    monkeypatch.setattr(runfolder, "summarise", lambda *args: seen.extend(args[3]) or summarise(*args))
     methods = METHODS if size == 1 else METHODS.replace(', {"label": "stock", "drafter": "hf_greedy"}', "")
     command = options(lab, output=tmp_path / "run", methods=methods, temperature="0,1", **{"batch-size": size})
     assert main(["eval", *command]) == 0
-    tokenizer = AutoTokenizer.from_pretrained(lab / "target")
-    decoded = {
-        (outcome.plan.label, outcome.temperature, prompt.sample_id): (prompt, ids)
-        for outcome in seen
-        for prompt, ids in zip(outcome.prompts, outcome.new_ids, strict=True)
-    }
     for sample_id, (_, answer) in by_hand(lab).items():
         assert decoded["plain", 0.0, sample_id][1] == answer
-    later = [key for key, (prompt, _) in decoded.items() if prompt.turn]
-    assert len(later) == 2 * 3 * (3 if size == 1 else 2)
-    for label, temperature, sample_id in later:
-        prompt = decoded[label, temperature, sample_id][0]
-        earlier, ids = decoded["plain", temperature, prompt.follows]
-        assert prompt.history == (*earlier.history, earlier.text, answer_text(ids, tokenizer))
+    assert require_plain_history(lab, decoded) == 2 * 3 * (3 if size == 1 else 2)
     runs = json.loads((tmp_path / "run" / "results.json").read_text())["runs"]
     assert all(run["chat_template"] is True and run["samples"] == 6 for run in runs)
     assert all(run["lossless"] in ("exact", "reference") for run in runs)
+
+
+def test_a_method_that_strays_does_not_lead_the_conversation(
+    lab: Path, tmp_path: Path, decoded: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = evaluate._stock_generate
+
+    def stray(*args: object) -> tuple:
+        ids_1T, run = stock(*args)
+        ids_1T[0, -1] = (ids_1T[0, -1] + 1) % END_ID
+        return ids_1T, run
+
+    monkeypatch.setattr(evaluate, "_stock_generate", stray)
+    plain, other = json.loads(f"[{BASELINES}]")
+    for number, order in enumerate([[plain, other], [other, plain]]):
+        decoded.clear()
+        assert main(["eval", *options(lab, output=tmp_path / str(number), methods=json.dumps(order))]) == 0
+        assert all(decoded["plain", 0.0, name][1] != decoded["stock", 0.0, name][1] for name in by_hand(lab))
+        assert require_plain_history(lab, decoded) == 2 * 3
 
 
 def test_whether_the_template_was_used_is_in_the_results(lab: Path, tmp_path: Path) -> None:
