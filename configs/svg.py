@@ -140,12 +140,13 @@ def whole_axis(title: str, numbers: Sequence[int]) -> Axis:
 
 
 def picture(x: Axis, y: Axis, png: bytes, note: str) -> str:
-    """A picture that fills the plot, its pixels kept sharp; an axis may run from high to low."""
+    """A picture that fills the plot on a blank ground, its pixels kept sharp, with the axes around it."""
     data = base64.b64encode(png).decode()
     size = {"width": WIDTH - LEFT - RIGHT, "height": HEIGHT - BOTTOM - TOP}
     href = f"data:image/png;base64,{data}"
     title = element("title", html.escape(note))
-    return element("image", title, href=href, x=LEFT, y=TOP, **size, preserveAspectRatio="none", class_="pixels")
+    image = element("image", title, href=href, x=LEFT, y=TOP, **size, preserveAspectRatio="none", class_="pixels")
+    return frame(x, y) + element("rect", x=LEFT, y=TOP, **size, class_="blank") + image
 
 
 def guide_across(y: Axis, value: float) -> str:

@@ -16,10 +16,10 @@ LAYER_TOKENS = 4  # length of the windows whose unions are drawn layer by layer
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
-def groups(stats: dict) -> dict[str, dict]:
-    """The statistics of each data set, and before them those of all where there are several."""
-    datasets = stats["datasets"]
-    return {ALL: stats["overall"], **datasets} if len(datasets) > 1 else dict(datasets)
+def groups(found: dict) -> dict[str, dict]:
+    """What was found for each data set, and before them for all together where there are several."""
+    datasets = found["datasets"]
+    return {ALL: found["overall"], **datasets} if len(datasets) > 1 else dict(datasets)
 
 
 def load_figure(loads: Mapping[str, np.ndarray], stats: dict) -> str:
@@ -27,23 +27,37 @@ def load_figure(loads: Mapping[str, np.ndarray], stats: dict) -> str:
     panels = [
         ("Load of each expert", heatmap(counts_LE, layers, "expert")),
         ("The same, each layer's experts sorted by load", heatmap(-np.sort(-counts_LE, -1), layers, "rank")),
-        ("Spread of load within each layer", load_spread(counts_LE, layers)),
     ]
     return figure("Expert load", _LOAD, _scale(), panels)
 
 
-def entropy_figure(stats: dict) -> str:
-    """Entropy and coverage of each data set by layer."""
+def evenness_figure(loads: Mapping[str, np.ndarray], stats: dict) -> str:
+    """Spread, entropy and coverage of the load."""
     entropy = {n: [100 * share for share in g["by_layer"]["entropy_share"]] for n, g in groups(stats).items()}
     half = {name: group["by_layer"]["experts_for_half"] for name, group in groups(stats).items()}
+    total_LE, E = sum(loads.values()), stats["trace"]["num_experts"]
+    by_group = groups({"overall": total_LE, "datasets": loads})
     panels = [
-        ("Entropy of the load", _over_layers(stats, "% of log₂ E", entropy, 100.0)),
-        (
-            "Experts that carry half of the load",
-            _over_layers(stats, "experts", half, stats["trace"]["num_experts"] / 2),
-        ),
+        ("Spread of the load within each layer, all data sets", load_spread(total_LE, stats["trace"]["moe_layers"])),
+        ("Load that the most used experts carry", coverage(by_group, stats)),
+        ("Entropy of the load, by layer", _over_layers(stats, "% of log₂ E", entropy, 100.0)),
+        ("Experts that carry half of the load, by layer", _over_layers(stats, "experts", half, E / 2)),
     ]
-    return figure("How even the load is, by layer", _EVENNESS, _group_legend(stats), panels)
+    return figure("How even the load is", _EVENNESS, _group_legend(stats), panels)
+
+
+def coverage(counts: Mapping[str, np.ndarray], stats: dict) -> str:
+    """Share of a layer's load over the number of its most used experts, mean over layers, for each group."""
+    E = stats["trace"]["num_experts"]
+    places = np.unique(np.linspace(0, E, min(E, 64) + 1).astype(int))
+    x, y = svg.Axis("most used experts", 0, E, _even_ticks(E)), svg.Axis("% of the load", 0, 103, range(0, 101, 25))
+    series = []
+    for name, counts_LE in counts.items():
+        carried_LE = np.pad(-np.sort(-counts_LE, -1), ((0, 0), (1, 0))).cumsum(-1) / counts_LE.sum(-1, keepdims=True)
+        points = list(zip(places.tolist(), (100 * carried_LE.mean(0)[places]).tolist(), strict=True))
+        series.append(svg.Series(name, _styles(stats)[name], points, [f"{a}: {b:.0f} %" for a, b in points]))
+    even = svg.polyline(x, y, [(0, 0), (E, 100)], "guide", "1 3")
+    return svg.line_chart("Load that the most used experts carry", x, y, series, [even])
 
 
 def load_figures_by_dataset(loads: Mapping[str, np.ndarray], stats: dict) -> str:
@@ -62,7 +76,7 @@ def heatmap(counts_LE: np.ndarray, layers: Sequence[int], across: str) -> str:
     y = svg.Axis(y.title, y.high, y.low, y.ticks)
     note = f"{counts_LE.shape[0]} layers of {counts_LE.shape[1]} experts"
     image = svg.picture(x, y, png(load_indices(counts_LE, list(layers))), note)
-    return svg.drawing(f"Expert load by layer and {across}", svg.HEIGHT, [svg.frame(x, y), image])
+    return svg.drawing(f"Expert load by layer and {across}", svg.HEIGHT, [image])
 
 
 def load_spread(counts_LE: np.ndarray, layers: Sequence[int]) -> str:
@@ -161,14 +175,20 @@ def _layer_axes(stats: dict, y_title: str, values: Sequence[float]) -> tuple[svg
 
 def _expert_axis(title: str, num_experts: int) -> svg.Axis:
     """Experts from 0, or ranks from 1, with the edges of the picture half a step outside."""
-    first = int(title == "rank")
-    return svg.whole_axis(title, range(first, first + num_experts))
+    first, ticks = int(title == "rank"), _even_ticks(num_experts)
+    last = first + num_experts - 1
+    return svg.Axis(title, first - 0.5, last + 0.5, [max(tick, first) for tick in ticks if tick <= last])
+
+
+def _even_ticks(num_experts: int) -> range:
+    return range(0, num_experts + 1, -(-num_experts // 8))
 
 
 def _scale() -> str:
     """The palette as a legend of seven steps."""
     factors = [2.0**doubling for doubling in range(-DOUBLINGS, DOUBLINGS + 1)]
-    return legend([(_step(factor), f"{factor:g}×") for factor in factors])
+    names = [f"{factor:g}×" if factor >= 1 else f"1/{1 / factor:g}×" for factor in factors]
+    return legend([(_step(factor), name) for factor, name in zip(factors, names, strict=True)])
 
 
 def _step(factor: float) -> str:
@@ -181,10 +201,13 @@ def _step(factor: float) -> str:
 
 _LOAD = (
     "How often each expert is chosen, over its even share of the layer's choices: blue is less, orange more, clear is "
-    "even, full blue is at most an eighth (or never). Spread: from the least to the most used expert of a layer "
-    "(light), the middle half (dark) and the median; dotted: even load."
+    "even. The ends of the scale hold what lies beyond them, experts that are never chosen too."
 )
-_EVENNESS = "Dotted: even load, for which the entropy is log₂ E and half of the experts carry half of the load."
+_EVENNESS = (
+    "Spread, in even shares: from the least to the most used expert of a layer (light), the middle half (dark) and the "
+    "median. Dotted lines: an even load, whose entropy is log₂ E and of which half of the experts carry "
+    "half."
+)
 _LOCALITY = (
     "Mean over windows of consecutive tokens of one sample and over layers; upright: 95 % intervals over samples. "
     "Dashed, and dotted by layer: tokens that draw their experts uniformly and independently. Dotted: independent "
