@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ecospec.tracing.statistics import CHUNK_CELLS, bit_sets, ratios
+from ecospec.tracing.statistics import CHUNK_CELLS, bit_sets, ratios, set_sizes
 
 MEASURES = ("overlap", "overlap_all", "same_sets", "changed_tokens")
 
@@ -22,8 +22,8 @@ def shared_choices(ours_TLK: np.ndarray, theirs_TLK: np.ndarray, num_experts: in
     step = max(1, CHUNK_CELLS // (L * num_experts))
     for start in range(0, T, step):
         chosen = slice(start, start + step)
-        both_TLX = bit_sets(ours_TLK[chosen], num_experts) & bit_sets(theirs_TLK[chosen], num_experts)
-        np.bitwise_count(both_TLX).sum(-1, out=shared_TL[chosen])
+        both_XTL = bit_sets(ours_TLK[chosen], num_experts) & bit_sets(theirs_TLK[chosen], num_experts)
+        shared_TL[chosen] = set_sizes(both_XTL)
     return shared_TL
 
 

@@ -65,12 +65,17 @@ def count_loads(experts_TLK: np.ndarray, num_experts: int) -> np.ndarray:
 
 
 def bit_sets(experts_TLK: np.ndarray, num_experts: int) -> np.ndarray:
-    """uint64 [T, L, X]: the experts of each token and layer as a set of bits."""
+    """uint64 [X, T, L]: the experts of each token and layer as a set of bits; words first, as numpy sums those fast."""
     T, L, K = experts_TLK.shape
     width = -(-num_experts // WORD) * WORD
     used = np.zeros(T * L * width, np.uint8)
     used[(experts_TLK.reshape(-1, K) + np.arange(0, T * L * width, width)[:, None]).reshape(-1)] = 1
-    return np.packbits(used).view(np.uint64).reshape(T, L, width // WORD)
+    return np.ascontiguousarray(np.packbits(used).view(np.uint64).reshape(T * L, -1).T).reshape(-1, T, L)
+
+
+def set_sizes(sets_XTL: np.ndarray) -> np.ndarray:
+    """uint16 [T, L]: how many experts each set holds."""
+    return np.bitwise_count(sets_XTL).sum(0, dtype=np.uint16)
 
 
 @dataclass(frozen=True)
@@ -86,14 +91,14 @@ class WindowSums:
 def window_sums(experts_TLK: np.ndarray, num_experts: int, starts: int | None = None) -> WindowSums:
     """Over the windows that begin at the first `starts` tokens (all that fit by default) and end within T."""
     T, L, K = experts_TLK.shape
-    sets_TLX = union = bit_sets(experts_TLK, num_experts)
+    sets_XTL = union_XTL = bit_sets(experts_TLK, num_experts)
     sums = WindowSums(np.zeros((WIDTH, L), np.int64), np.zeros(WIDTH, np.int64), np.zeros(WIDTH, np.int64))
     shorter = 0
     for w in range(min(WIDTH, T)):
         if w:
-            union = union[:-1] | sets_TLX[w:]
+            union_XTL = union_XTL[:, :-1] | sets_XTL[:, w:]
         begun = T - w if starts is None else starts
-        sizes_TL = np.bitwise_count(union[:begun]).sum(-1, dtype=np.uint16)
+        sizes_TL = set_sizes(union_XTL[:, :begun])
         sums.unions_WL[w], sums.windows_W[w] = sizes_TL.sum(0, dtype=np.int64), begun
         if w:
             sums.reused_W[w] = shorter[:begun].sum(dtype=np.int64) + K * L * begun - sums.unions_WL[w].sum()
