@@ -4,13 +4,11 @@ import dataclasses
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from ecospec.configs.schema import PromptConfig, TargetConfig
 from ecospec.data import read_traces
-from ecospec.data.lab import measure
 from ecospec.data.lab.card import shipped_weights
 from ecospec.data.prompts import read_prompts
 from ecospec.inference.assemble import MethodPlan, Workshop, plan_methods
@@ -19,6 +17,7 @@ from ecospec.inference.evaluate import evaluate, sample_seed, sampling_options
 from ecospec.inference.generation import generate_with
 from ecospec.tracing.check import check_folder
 from ecospec.tracing.recorder import RoutingRecorder
+from ecospec.tracing.statistics import Tally, summarise
 from ecospec.tracing.target import lab_folder, load_target
 
 MIB = 2**20
@@ -146,10 +145,11 @@ def test_prompts_are_enough_distinct_and_apart():
 def test_the_shipped_traces_are_sound_and_show_locality():
     check_folder(lab_folder("traces"))
     traces = read_traces(lab_folder("traces"))
-    E, K = traces.num_experts, traces.top_k
-    unions = [measure.mean_union(item.experts[None].astype(np.int64), E, 4) for item in traces]
-    chance = E * (1 - (1 - K / E) ** 4)
-    assert np.mean(unions) < 0.92 * chance
+    tally = Tally.empty(traces.num_layers, traces.num_experts, traces.top_k)
+    for trace in traces:
+        tally.add(trace.experts)
+    union = summarise(tally)["union"][3]
+    assert union["mean"] < 0.92 * union["chance"]
 
 
 def test_the_card_keeps_its_promises():

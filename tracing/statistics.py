@@ -70,7 +70,8 @@ def bit_sets(experts_TLK: np.ndarray, num_experts: int) -> np.ndarray:
     width = -(-num_experts // WORD) * WORD
     used = np.zeros(T * L * width, np.uint8)
     used[(experts_TLK.reshape(-1, K) + np.arange(0, T * L * width, width)[:, None]).reshape(-1)] = 1
-    return np.ascontiguousarray(np.packbits(used).view(np.uint64).reshape(T * L, -1).T).reshape(-1, T, L)
+    words = np.packbits(used).view(np.uint64).reshape(T, L, width // WORD)
+    return np.ascontiguousarray(np.moveaxis(words, -1, 0))
 
 
 def set_sizes(sets_XTL: np.ndarray) -> np.ndarray:
