@@ -6,18 +6,15 @@ closed. Knows nothing of models or decoding, and does not judge the numbers.
 
 import html
 import json
-import shlex
-import string
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 
 from ecospec.configs.errors import InputError
 from ecospec.configs.files import read_json, write_text
+from ecospec.configs.page import command_line, definitions, provenance_of, render_page, section
 from ecospec.inference.report_numbers import distinct, name_methods
 from ecospec.inference.report_plots import figures, ladder_figure
 from ecospec.inference.report_tables import (
-    DASH,
     csv_text,
     html_results,
     html_step_times,
@@ -87,20 +84,18 @@ def render_html(runs: Sequence[dict], provenance: Mapping[str, dict], ladder: Ma
     `provenance`: run folder's name → its `provenance.json`; `ladder`: predictor's name → metrics with `overlap`.
     """
     named = name_methods(runs)
-    template = resources.files("ecospec.inference").joinpath("report_template.html").read_text(encoding="utf-8")
-    parts = {
-        "title": TITLE,
-        "summary": html.escape(summary(runs)),
-        "notices": "\n".join(f'<p class="notice">† {html.escape(notice)}</p>' for notice in distinct(runs, "notice")),
-        "results": html_results(named),
-        "differences": _html_differences(named),
-        "figures": figures(named),
-        "ladder": ladder_figure(ladder) if ladder else "",
-        "times": html_step_times(named),
-        "glossary": _definitions(GLOSSARY),
-        "provenance": "\n".join(_html_provenance(name, value) for name, value in provenance.items()),
-    }
-    return string.Template(template).substitute(parts)
+    notices = [f'<p class="notice">† {html.escape(notice)}</p>' for notice in distinct(runs, "notice")]
+    parts = [
+        *notices,
+        section("Results", html_results(named)),
+        _html_differences(named),
+        figures(named),
+        ladder_figure(ladder) if ladder else "",
+        html_step_times(named),
+        section("What the columns mean", definitions(GLOSSARY)),
+        section("How it was made", "\n".join(provenance_of(name, value) for name, value in provenance.items())),
+    ]
+    return render_page(TITLE, summary(runs), parts)
 
 
 def render_markdown(
@@ -119,7 +114,7 @@ def render_markdown(
     lines += ["### Columns", "", *(f"- **{term}**: {meaning}" for term, meaning in GLOSSARY.items()), ""]
     lines += ["### Made by", ""]
     for name, value in provenance.items():
-        lines += [f"- {markdown_text(name)}: `{_command(value)}`"]
+        lines += [f"- {markdown_text(name)}: `{command_line(value)}`"]
     return "\n".join(lines) + "\n"
 
 
@@ -167,32 +162,4 @@ def _html_differences(runs: Sequence[dict]) -> str:
             title = f"{step_title(run)}, {run['dataset']}, T = {run['temperature']:g}"
             items = "".join(f"<li><code>{html.escape(json.dumps(item))}</code></li>" for item in run["lossless"])
             blocks.append(f"<h3>{html.escape(title)}</h3>\n<ul>{items}</ul>")
-    return "\n".join(["<section>", "<h2>Differences from plain decoding</h2>", *blocks, "</section>"]) if blocks else ""
-
-
-def _html_provenance(name: str, provenance: dict) -> str:
-    """The command, then every other entry as a term and its value."""
-    entries = {
-        key.replace("_", " "): _plain(value) for key, value in provenance.items() if key not in ("command", "config")
-    }
-    command = html.escape(_command(provenance))
-    return f"<h3>{html.escape(name)}</h3>\n<pre><code>{command}</code></pre>\n{_definitions(entries)}"
-
-
-def _command(provenance: dict) -> str:
-    command = provenance.get("command")
-    return shlex.join(command) if isinstance(command, list) else str(command)
-
-
-def _plain(value: object) -> str:
-    """A value of `provenance.json` as one line of text."""
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {_plain(item)}" for key, item in value.items())
-    if isinstance(value, list):
-        return ", ".join(map(_plain, value))
-    return DASH if value is None else str(value)
-
-
-def _definitions(terms: Mapping[str, str]) -> str:
-    entries = "\n".join(f"<dt>{html.escape(term)}</dt><dd>{html.escape(text)}</dd>" for term, text in terms.items())
-    return f"<dl>\n{entries}\n</dl>"
+    return section("Differences from plain decoding", "\n".join(blocks)) if blocks else ""

@@ -36,11 +36,6 @@ class Table:
     groups: list[Group]
 
 
-def chance_experts(tokens: float, num_experts: int, top_k: int) -> float:
-    """Unique experts that `tokens` tokens touch in one layer when each draws its K of E uniformly and alone."""
-    return num_experts * (1.0 - (1.0 - top_k / num_experts) ** tokens)
-
-
 def name_methods(runs: Sequence[dict]) -> list[dict]:
     """The runs with `name`: the label, and in brackets each detail in which runs of that label differ."""
     by_label = group_by(runs, lambda run: run["label"])

@@ -2,24 +2,24 @@
 
 Symbols: alpha tokens emitted per step, gamma tokens verified per step, E experts and K experts per token of a layer.
 Every figure takes named runs and shows rows pooled over the data sets that nothing was trained or fitted on.
-Knows nothing of files; drawing is `report_svg`'s.
+Knows nothing of files; drawing is `configs.svg`'s.
 """
 
-import html
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from ecospec.inference import report_svg as svg
+from ecospec.configs import svg
+from ecospec.configs.page import DASH, figure, legend
 from ecospec.inference.report_numbers import (
     SETTING,
     TIMES,
-    chance_experts,
     distinct,
     group_by,
     is_reference,
     pool_methods,
 )
-from ecospec.inference.report_tables import DASH, milliseconds, setting_title
+from ecospec.inference.report_tables import milliseconds, setting_title
+from ecospec.tracing.statistics import chance_experts
 
 PART_NAMES = {
     "t_draft": "draft",
@@ -54,7 +54,7 @@ def figures(runs: Sequence[dict]) -> str:
         _figure("Active experts by layer", _LAYERS, layers, several, styles, experts_by_layer),
         _figure("Acceptance by depth", _DEPTH, depths, several, styles, acceptance_by_depth),
     )
-    return "\n".join(figure for figure in drawn if figure)
+    return "\n".join(one for one in drawn if one)
 
 
 def tradeoff(rows: Sequence[dict], title: str, styles: Styles) -> str:
@@ -104,7 +104,7 @@ def experts_by_layer(rows: Sequence[dict], title: str, styles: Styles) -> str:
     counts = [value for row in rows for value in row["active_experts_by_layer"]]
     gammas, shape = distinct(rows, "gamma"), _expert_counts(rows)
     chance = chance_experts(gammas[0], *shape) if shape and len(gammas) == 1 else None
-    x = _whole_axis("layer", [number for numbers in layers for number in numbers])
+    x = svg.whole_axis("layer", [number for numbers in layers for number in numbers])
     y = svg.nice_axis("active experts", [*counts, *([chance] if chance else [])], from_zero=True)
     under = [svg.guide_across(y, chance)] if chance else []
     series = [_over(row, numbers, "active_experts_by_layer", styles) for row, numbers in zip(rows, layers, strict=True)]
@@ -113,7 +113,7 @@ def experts_by_layer(rows: Sequence[dict], title: str, styles: Styles) -> str:
 
 def acceptance_by_depth(rows: Sequence[dict], title: str, styles: Styles) -> str:
     """Acceptance over depth below the root."""
-    x = _whole_axis("depth in the draft tree", [depth for row in rows for depth in _depths(row)])
+    x = svg.whole_axis("depth in the draft tree", [depth for row in rows for depth in _depths(row)])
     y = svg.Axis("accepted", 0.0, 1.02, (0.0, 0.25, 0.5, 0.75, 1.0))
     series = [_over(row, _depths(row), "acceptance_by_depth", styles) for row in rows]
     return svg.line_chart(title, x, y, series)
@@ -129,7 +129,7 @@ def ladder_figure(ladder: Mapping[str, dict]) -> str:
             svg.Bar(name, value, [("learned" if name.startswith("predictor") else "simple", metrics["overlap"], value)])
         )
     drawing = svg.bar_chart("Overlap of expert predictors", bars, 1.0)
-    return _wrap("How well experts are predicted", _LADDER, "", [("", drawing)])
+    return figure("How well experts are predicted", _LADDER, "", [("", drawing)])
 
 
 def _figure(
@@ -147,32 +147,16 @@ def _figure(
     titles = [_panel_title(rows, several_folders) for rows in panels]
     drawn = [(title, draw(rows, f"{heading}: {title}")) for title, rows in zip(titles, panels, strict=True)]
     shown = {row["name"] for rows in panels for row in rows}
-    legend = _part_legend() if styles is None else _method_legend({n: s for n, s in styles.items() if n in shown})
-    return _wrap(heading, caption, legend, drawn)
-
-
-def _wrap(heading: str, caption: str, legend: str, panels: Sequence[tuple[str, str]]) -> str:
-    boxes = "\n".join(
-        f'<div class="panel">{f"<h3>{html.escape(title)}</h3>" if title else ""}{drawing}</div>'
-        for title, drawing in panels
-    )
-    return (
-        f"<figure>\n<h2>{html.escape(heading)}</h2>\n<figcaption>{caption}</figcaption>\n{legend}\n"
-        f'<div class="panels">\n{boxes}\n</div>\n</figure>'
-    )
+    entries = _part_legend() if styles is None else _method_legend({n: s for n, s in styles.items() if n in shown})
+    return figure(heading, caption, entries, drawn)
 
 
 def _method_legend(styles: Styles) -> str:
-    return _legend([(svg.swatch(style.css, style.marker), name) for name, style in styles.items()])
+    return legend([(svg.swatch(style.css, style.marker), name) for name, style in styles.items()])
 
 
 def _part_legend() -> str:
-    return _legend([(svg.swatch(key), f"{name} ({key})") for key, name in PART_NAMES.items()])
-
-
-def _legend(entries: Sequence[tuple[str, str]]) -> str:
-    items = "".join(f"<li>{sample}{html.escape(name)}</li>" for sample, name in entries)
-    return f'<ul class="legend">{items}</ul>'
+    return legend([(svg.swatch(key), f"{name} ({key})") for key, name in PART_NAMES.items()])
 
 
 def _by_gamma(rows: Sequence[dict]) -> list[list[dict]]:
@@ -210,12 +194,6 @@ def _depths(row: dict) -> list[int]:
 def _over(row: dict, numbers: Sequence[int], key: str, styles: Styles) -> svg.Series:
     points = [(number, value) for number, value in zip(numbers, row[key], strict=True) if value is not None]
     return svg.Series(row["name"], styles[row["name"]], points, [f"{a}: {b:.3g}" for a, b in points])
-
-
-def _whole_axis(title: str, numbers: Sequence[int]) -> svg.Axis:
-    low, high = min(numbers), max(numbers)
-    stride = -(-(high - low + 1) // 10)
-    return svg.Axis(title, low - 0.5, high + 0.5, list(range(low, high + 1, stride)))
 
 
 _SCATTER = (

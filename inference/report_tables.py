@@ -8,9 +8,9 @@ import csv
 import html
 import io
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
+from ecospec.configs.page import DASH, Column, cell, decimals, html_row, html_table
 from ecospec.inference.report_numbers import (
     SETTING,
     TIMES,
@@ -24,27 +24,10 @@ from ecospec.inference.report_numbers import (
     pool_methods,
 )
 
-DASH = "–"
-
-
-@dataclass(frozen=True)
-class Column:
-    """`write` turns a value that is not null into text; a `timed` column rests on the clock."""
-
-    key: str
-    heading: str
-    write: Callable[[object], str]
-    timed: bool = False
-    numeric: bool = True
-
 
 def milliseconds(seconds: float) -> str:
     value = 1000 * seconds
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
-
-
-def _decimals(places: int, unit: str = "") -> Callable[[float], str]:
-    return lambda value: f"{value:,.{places}f}{unit}"
 
 
 def _verdict(value: object) -> str:
@@ -56,23 +39,18 @@ def _verdict(value: object) -> str:
 
 RESULTS = (
     Column("gamma", "γ", str),
-    Column("acceptance_length", "α", _decimals(2)),
-    Column("active_experts", "𝓔", _decimals(1)),
-    Column("verified_tokens_per_step", "verified", _decimals(2)),
-    Column("tokens_per_second", "tokens/s", _decimals(1), timed=True),
-    Column("speedup_vs_ar", "speedup", _decimals(2, "×"), timed=True),
+    Column("acceptance_length", "α", decimals(2)),
+    Column("active_experts", "𝓔", decimals(1)),
+    Column("verified_tokens_per_step", "verified", decimals(2)),
+    Column("tokens_per_second", "tokens/s", decimals(1), timed=True),
+    Column("speedup_vs_ar", "speedup", decimals(2, "×"), timed=True),
     Column("interval", "95 % interval", lambda pair: f"{pair[0]:.2f}{DASH}{pair[1]:.2f}", timed=True),
     Column("t_step", "step, ms", milliseconds, timed=True),
     Column("overlap", "overlap", lambda share: f"{100 * share:.1f} %"),
     Column("lossless", "lossless", _verdict, numeric=False),
-    Column("tokens", "tokens", _decimals(0)),
+    Column("tokens", "tokens", decimals(0)),
 )
 STEP_TIMES = tuple(Column(key, key, milliseconds, timed=True) for key in (*TIMES, "t_step"))
-
-
-def cell(row: dict, column: Column) -> str:
-    value = row.get(column.key)
-    return DASH if value is None else column.write(value)
 
 
 def result_columns(runs: Sequence[dict]) -> tuple[Column, ...]:
@@ -108,40 +86,13 @@ def html_results(runs: Sequence[dict]) -> str:
 def _html_results_table(table: Table, columns: Sequence[Column], several_folders: bool) -> str:
     notice = any(row.get("notice") for group in table.groups for row in group.rows)
     bodies = [_html_group(group, columns) for group in table.groups]
-    return html_table(setting_title(table.setting, several_folders), columns, bodies, marked=notice)
+    return html_table(setting_title(table.setting, several_folders), "method", columns, bodies, marked=notice)
 
 
 def _html_group(group: Group, columns: Sequence[Column]) -> str:
     title = f'<th class="group" colspan="{len(columns) + 1}" scope="rowgroup">{html.escape(group_title(group))}</th>'
-    rows = [html_row(row, row_title(row, group), columns) for row in group.rows]
+    rows = [html_row(row, row_title(row, group), columns, is_ecospec(row)) for row in group.rows]
     return "\n".join(["<tbody>", f"<tr>{title}</tr>", *rows, "</tbody>"])
-
-
-def html_table(caption: str, columns: Sequence[Column], bodies: Sequence[str], marked: bool = False) -> str:
-    """A table in a scrolling container; `marked` puts a dagger on the columns that rest on the clock."""
-    headings = ['<th scope="col">method</th>']
-    for column in columns:
-        dagger = "<sup>†</sup>" if marked and column.timed else ""
-        headings.append(f'<th{_align(column)} scope="col">{html.escape(column.heading)}{dagger}</th>')
-    return "\n".join(
-        [
-            f'<div class="scroll" tabindex="0" role="region" aria-label="{html.escape(caption)}"><table>',
-            f"<caption>{html.escape(caption)}</caption>",
-            f"<thead><tr>{''.join(headings)}</tr></thead>",
-            *bodies,
-            "</table></div>",
-        ]
-    )
-
-
-def html_row(row: dict, title: str, columns: Sequence[Column]) -> str:
-    cells = "".join(f"<td{_align(column)}>{html.escape(cell(row, column))}</td>" for column in columns)
-    highlight = ' class="ours"' if is_ecospec(row) else ""
-    return f'<tr{highlight}><th scope="row">{html.escape(title)}</th>{cells}</tr>'
-
-
-def _align(column: Column) -> str:
-    return ' class="number"' if column.numeric else ""
 
 
 def markdown_table(runs: Sequence[dict]) -> str:
@@ -205,8 +156,10 @@ def html_step_times(runs: Sequence[dict]) -> str:
     """Milliseconds per step and part, pooled over data sets, of named runs; folded away."""
     several, tables = len(distinct(runs, "run_folder")) > 1, []
     for rows in group_by(pool_methods(runs), lambda row: tuple(row[key] for key in SETTING)).values():
-        body = "\n".join(["<tbody>", *(html_row(row, step_title(row), STEP_TIMES) for row in rows), "</tbody>"])
-        tables.append(html_table(f"{setting_title(rows[0], several)}, ms per step", STEP_TIMES, [body]))
+        body = "\n".join(
+            ["<tbody>", *(html_row(row, step_title(row), STEP_TIMES, is_ecospec(row)) for row in rows), "</tbody>"]
+        )
+        tables.append(html_table(f"{setting_title(rows[0], several)}, ms per step", "method", STEP_TIMES, [body]))
     summary_line = "<summary>Times per step as a table</summary>"
     return "\n".join(["<details>", summary_line, *tables, "</details>"]) if tables else ""
 

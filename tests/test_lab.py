@@ -179,25 +179,6 @@ def test_looping_counts_tokens_whose_closing_gram_came_before():
     assert measure.first_repeat([1, 2, 3], gram=2) == 3
 
 
-def test_routing_measures_match_their_definitions():
-    experts = np.random.default_rng(0).permuted(np.tile(np.arange(8), (2, 10, 3, 1)), axis=-1)[..., :2]
-    by_hand = np.mean(
-        [len(set(experts[r, t : t + 4, layer].ravel())) for r in range(2) for t in range(7) for layer in range(3)]
-    )
-    assert measure.mean_union(experts, 8, 4) == pytest.approx(by_hand)
-    assert measure.mean_union(experts, 8, 1) == 2.0
-    reuse = np.mean(
-        [
-            len(set(experts[r, t, layer]) & set(experts[r, t - 1, layer])) / 2
-            for r in range(2)
-            for t in range(1, 10)
-            for layer in range(3)
-        ]
-    )
-    assert measure.temporal_reuse(experts) == pytest.approx(reuse)
-    assert measure.expert_load(experts, 8).sum(1) == pytest.approx([1.0, 1.0, 1.0])
-
-
 def test_bits_per_byte_of_a_uniform_model_is_that_of_its_vocabulary():
     model = tiny()
     torch.nn.init.zeros_(model.model.norm.weight)

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from ecospec.configs.errors import InputError
+from ecospec.configs.svg import nice_axis
 from ecospec.inference.report import markdown_table, read_runs, render_html, write_report
-from ecospec.inference.report_numbers import chance_experts, make_tables, name_methods, pool_methods
-from ecospec.inference.report_svg import nice_axis
+from ecospec.inference.report_numbers import make_tables, name_methods, pool_methods
 from ecospec.inference.report_tables import csv_text
 
 LAYERS = 8
@@ -369,12 +369,6 @@ def test_a_run_that_lacks_a_key_is_refused_by_number_and_key(tmp_path: Path) -> 
     folder = write_run_folder(tmp_path / "run", [make_run(METHODS[0], "lab/code", 0.0), broken])
     with pytest.raises(InputError, match="run 1 lacks tokens"):
         read_runs([folder])
-
-
-def test_chance_experts_starts_at_k_and_fills_the_layer() -> None:
-    assert chance_experts(1, 64, 8) == pytest.approx(8.0)
-    assert chance_experts(4, 64, 8) == pytest.approx(26.5, abs=0.05)
-    assert chance_experts(1000, 64, 8) == pytest.approx(64.0)
 
 
 @pytest.mark.parametrize("values", [[1.0], [0.0, 0.0], [1.0, 2.41], [8.0, 30.5], [0.001, 0.002], [3, 90_000]])

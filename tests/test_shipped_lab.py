@@ -4,13 +4,11 @@ import dataclasses
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from ecospec.configs.schema import PromptConfig, TargetConfig
 from ecospec.data import read_traces
-from ecospec.data.lab import measure
 from ecospec.data.lab.card import shipped_weights
 from ecospec.data.prompts import read_prompts
 from ecospec.inference.assemble import MethodPlan, Workshop, plan_methods
@@ -21,6 +19,7 @@ from ecospec.inference.offline import TREES
 from ecospec.inference.treefile import read_trees
 from ecospec.tracing.check import check_folder
 from ecospec.tracing.recorder import RoutingRecorder
+from ecospec.tracing.statistics import Tally, summarise
 from ecospec.tracing.target import lab_folder, load_target
 
 MIB = 2**20
@@ -148,10 +147,11 @@ def test_prompts_are_enough_distinct_and_apart():
 def test_the_shipped_traces_are_sound_and_show_locality():
     check_folder(lab_folder("traces"))
     traces = read_traces(lab_folder("traces"))
-    E, K = traces.num_experts, traces.top_k
-    unions = [measure.mean_union(item.experts[None].astype(np.int64), E, 4) for item in traces]
-    chance = E * (1 - (1 - K / E) ** 4)
-    assert np.mean(unions) < 0.92 * chance
+    tally = Tally.empty(traces.num_layers, traces.num_experts, traces.top_k)
+    for trace in traces:
+        tally.add(trace.experts)
+    union = summarise(tally)["union"][3]
+    assert union["mean"] < 0.92 * union["chance"]
 
 
 def test_the_shipped_trees_are_the_train_prompts_of_the_shipped_target(target):

@@ -62,17 +62,16 @@ def rows_of(folder: Path) -> dict[str, tuple]:
 
 
 def test_a_sample_that_outgrows_the_context_is_rejected_and_the_others_are_not(
-    target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    caplog.set_level("INFO")
     prompts = write_prompts(tmp_path / "p.jsonl", [{"prompt": "a"}, {"prompt": TOO_LONG}, {"prompt": "b"}])
     for again in ([], ["--retry-rejected"]):
         assert main(words(target, prompts, tmp_path / "t", *again)) == 0
         assert set(rows_of(tmp_path / "t")) == {"p/0/0", "p/2/0"}
         assert check_folder(tmp_path / "t")["samples"] == {"written": 2, "rejected": 1}
-        assert f"rejected: sample p/1/0: needs {len(TOO_LONG) + 3} tokens" in caplog.text
-        assert "3 samples expected = 2 written + 1 rejected" in caplog.text
-        caplog.clear()
+        said = capsys.readouterr().err
+        assert f"rejected: sample p/1/0: needs {len(TOO_LONG) + 3} tokens" in said
+        assert "3 samples expected = 2 written + 1 rejected" in said
 
 
 def test_a_job_of_which_nothing_is_left_fails(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

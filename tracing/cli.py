@@ -15,6 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     subcommands = [
         cli.Subcommand("run", "trace prompts into the folder --output; running it again resumes", _run),
         cli.Subcommand("check", "verify the trace folder DIR", _check, folders=1),
+        cli.Subcommand("stats", "expert load, union and reuse over the trace folder DIR", _stats, folders=1),
         cli.Subcommand("export", "rewrite the trace folder DIR for other tools", _export, folders=1),
     ]
     return cli.main("ecospec-trace", TraceConfig, subcommands, argv)
@@ -39,11 +40,24 @@ def _check(_config: TraceConfig, folders: list[str]) -> None:
     print(f"{layers} MoE layers, {top_k} of {experts} experts per token")
 
 
+def _stats(config: TraceConfig, folders: list[str]) -> None:
+    from ecospec.tracing.stats import PAGE_FILE, STATS_FILE, write_stats
+    from ecospec.tracing.stats_report import text_table
+
+    _require_output(config, STATS_FILE)
+    stats = write_stats(folders[0], config.output, config.compare)
+    print(f"{text_table(stats)}\n{config.output}/{PAGE_FILE}")
+
+
 def _export(config: TraceConfig, folders: list[str]) -> None:
     from ecospec.tracing.export import TOKENS_FILE, export_tokens
 
-    if config.output is None:
-        raise InputError("no folder to write to: give --output DIR")
-    require_new_folder(Path(config.output), config.overwrite, TOKENS_FILE)
+    _require_output(config, TOKENS_FILE)
     rows = export_tokens(folders[0], config.output)
     print(f"{config.output}/{TOKENS_FILE}: {rows} tokens")
+
+
+def _require_output(config: TraceConfig, artifact: str) -> None:
+    if config.output is None:
+        raise InputError("no folder to write to: give --output DIR")
+    require_new_folder(Path(config.output), config.overwrite, artifact)

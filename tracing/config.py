@@ -50,7 +50,9 @@ class TraceConfig(PromptConfig):
     engine: EngineConfig = field(default_factory=EngineConfig)
     """What runs it."""
     output: str | None = None
-    """Folder to write to: the trace folder of `run` (which resumes what it finds there), the export of `export`."""
+    """Folder to write to: the trace folder of `run` (which resumes what it finds there), the results of the others."""
+    compare: str | None = None
+    """Second trace folder of the same text (other engine or type): `stats` says how far the two agree."""
     max_new_tokens: int = 128
     """Tokens generated per prompt at most."""
     temperature: float = 0.0
@@ -72,7 +74,7 @@ class TraceConfig(PromptConfig):
     layout: Literal["tokens"] = "tokens"
     """Form of `export`: `tokens` gives a row a token with a list column per MoE layer."""
     overwrite: bool = False
-    """Let `export` replace the files of a folder that is not empty."""
+    """Let `export` and `stats` replace the files of a folder that is not empty."""
 
     def __post_init__(self) -> None:
         """Raises InputError for a value out of range."""

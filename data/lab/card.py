@@ -23,6 +23,7 @@ from ecospec.inference.statistics import Step
 from ecospec.predictor.metrics import shared_experts, top_experts
 from ecospec.predictor.simple import fit_token
 from ecospec.tracing.recorder import RoutingRecorder
+from ecospec.tracing.statistics import Tally, summarise
 from ecospec.tracing.target import Target, lab_folder, load_target
 
 ANSWER_TOKENS = 256
@@ -148,17 +149,19 @@ def _parameters(model: nn.Module) -> int:
 
 
 def _routing(target: Target, ids_T: torch.Tensor) -> dict:
-    E, K = target.shape.num_experts, target.shape.top_k
-    experts = measure.route(target.model, ids_T)
-    load = measure.expert_load(experts, E) * E  # 1.0 is an even share
+    tally = Tally.empty(*target.shape.counts)
+    for experts_TLK in measure.route(target.model, ids_T):
+        tally.add(experts_TLK)
+    found, load = summarise(tally), tally.counts_LE / tally.counts_LE.mean(-1, keepdims=True)  # 1.0 is an even share
+    unions, reuse = {row["tokens"]: row for row in found["union"]}, found["reuse"][0]
     return {
-        "union": {str(n): measure.mean_union(experts, E, n) for n in UNIONS},
-        "chance": {str(n): E * (1 - (1 - K / E) ** n) for n in UNIONS},
+        "union": {str(n): unions[n]["mean"] for n in UNIONS},
+        "chance": {str(n): unions[n]["chance"] for n in UNIONS},
         "least_load": float(load.min()),
         "most_load": float(load.max()),
         "unused_experts": int(np.sum(load == 0)),
-        "temporal_reuse": measure.temporal_reuse(experts),
-        "temporal_reuse_chance": K / E,
+        "temporal_reuse": reuse["mean"],
+        "temporal_reuse_chance": reuse["chance"],
     }
 
 

@@ -48,30 +48,6 @@ def route(model: nn.Module, ids_T: Tensor, tokens: int = 65536) -> np.ndarray:
     return experts.view(len(rows), WINDOW, *experts.shape[1:]).numpy()
 
 
-def mean_union(experts_RTLK: np.ndarray, num_experts: int, tokens: int) -> float:
-    """Mean over positions and layers of the unique experts that `tokens` consecutive tokens use together."""
-    R, T, L, _ = experts_RTLK.shape
-    used = np.zeros((R, T, L, num_experts), bool)
-    np.put_along_axis(used, experts_RTLK, True, axis=-1)
-    windows = np.lib.stride_tricks.sliding_window_view(used, tokens, axis=1)
-    return float(windows.any(-1).sum(-1).mean())
-
-
-def expert_load(experts_RTLK: np.ndarray, num_experts: int) -> np.ndarray:
-    """Share of a layer's choices that each expert gets, [L, E]; even load is 1 / E."""
-    L = experts_RTLK.shape[2]
-    flat = experts_RTLK.reshape(-1, L, experts_RTLK.shape[3])
-    return np.stack([np.bincount(flat[:, layer].ravel(), minlength=num_experts) for layer in range(L)]) / (
-        flat.shape[0] * flat.shape[2]
-    )
-
-
-def temporal_reuse(experts_RTLK: np.ndarray) -> float:
-    """Share of a token's experts that the token before it used in the same layer."""
-    previous, current = experts_RTLK[:, :-1], experts_RTLK[:, 1:]
-    return float((current[..., :, None] == previous[..., None, :]).any(-1).mean())
-
-
 def first_repeat(ids: Sequence[int], gram: int = GRAM) -> int:
     """Number of tokens before the first one whose closing n-gram occurred earlier in the same text; all if none."""
     seen = set()

@@ -5,6 +5,7 @@ its like for parts of a step), text takes the page's colour, so that one drawing
 Knows nothing of runs or files.
 """
 
+import base64
 import html
 import math
 from collections.abc import Sequence
@@ -117,6 +118,35 @@ def line_chart(label: str, x: Axis, y: Axis, series: Sequence[Series], under: Se
 def polyline(x: Axis, y: Axis, points: Sequence[tuple[float, float]], css: str, dash: str = "none") -> str:
     placed = " ".join(f"{_across(x, a):.1f},{_up(y, b):.1f}" for a, b in points)
     return element("polyline", points=placed, class_=f"line {css}", stroke_dasharray=dash)
+
+
+def band(x: Axis, y: Axis, places: Sequence[float], lows: Sequence[float], highs: Sequence[float], css: str) -> str:
+    """The area between two curves over the same places."""
+    there = [f"{_across(x, a):.1f},{_up(y, b):.1f}" for a, b in zip(places, highs, strict=True)]
+    back = [f"{_across(x, a):.1f},{_up(y, b):.1f}" for a, b in zip(places, lows, strict=True)]
+    return element("polygon", points=" ".join(there + back[::-1]), class_=f"band {css}")
+
+
+def whiskers(x: Axis, y: Axis, place: float, interval: tuple[float, float], css: str) -> str:
+    """An upright line over an interval."""
+    return polyline(x, y, [(place, interval[0]), (place, interval[1])], css + " thin")
+
+
+def whole_axis(title: str, numbers: Sequence[int]) -> Axis:
+    """An axis over whole numbers such as layers, half a step wider on each side, with ten labels or fewer."""
+    low, high = min(numbers), max(numbers)
+    stride = -(-(high - low + 1) // 10)
+    return Axis(title, low - 0.5, high + 0.5, list(range(low, high + 1, stride)))
+
+
+def picture(x: Axis, y: Axis, png: bytes, note: str) -> str:
+    """A picture that fills the plot on a blank ground, its pixels kept sharp, with the axes around it."""
+    data = base64.b64encode(png).decode()
+    size = {"width": WIDTH - LEFT - RIGHT, "height": HEIGHT - BOTTOM - TOP}
+    href = f"data:image/png;base64,{data}"
+    title = element("title", html.escape(note))
+    image = element("image", title, href=href, x=LEFT, y=TOP, **size, preserveAspectRatio="none", class_="pixels")
+    return frame(x, y) + element("rect", x=LEFT, y=TOP, **size, class_="blank") + image
 
 
 def guide_across(y: Axis, value: float) -> str:
