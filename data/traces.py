@@ -6,13 +6,16 @@ Letters: T tokens, L MoE layers, E experts, K experts per token.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import pyarrow as pa
 
 from ecospec.configs.errors import DamageError, InputError
 from ecospec.tracing.layout import MANIFEST, decode_experts, open_part, read_manifest, reading
+
+if TYPE_CHECKING:
+    import datasets
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +33,10 @@ class Trace:
 
 
 class TraceSet(Sequence[Trace]):
-    """The sequences of a trace folder, in the order of its parts; decoded on access, one row group in memory."""
+    """The sequences of a trace folder, in the order of its parts; decoded on access, one row group in memory.
+
+    It is a map-style PyTorch data set as it stands (`DataLoader(read_traces(DIR), collate_fn=…)`).
+    """
 
     def __init__(self, folder: str | Path, split: Literal["train", "test"] | None = None) -> None:
         self.folder = Path(folder)
@@ -38,6 +44,7 @@ class TraceSet(Sequence[Trace]):
         self.num_layers: int = len(self.manifest["moe_layers"])
         self.num_experts: int = self.manifest["num_experts"]
         self.top_k: int = self.manifest["top_k"]
+        self.split = split
         self._rows = [row for part in self.manifest["parts"] for row in _rows_of(self.folder / part["file"], split)]
         self._group: tuple[Path, int] | None = None
         self._table: pa.Table | None = None
@@ -53,6 +60,23 @@ class TraceSet(Sequence[Trace]):
                 self._table, self._group = file.read_row_group(group), (path, group)
         with reading(path):
             return self._trace(row)
+
+    def to_datasets(self) -> "datasets.Dataset":
+        """The same samples as a `datasets.Dataset` of memory-mapped rows, with `experts` decoded on access.
+
+        Do not set another format on it: the library's numpy and torch formats cut trailing zero bytes off.
+        """
+        import datasets
+
+        paths = [str(self.folder / part["file"]) for part in self.manifest["parts"]]
+        filters = None if self.split is None else [("split", "==", self.split)]
+        return datasets.Dataset.from_parquet(paths, filters=filters).with_transform(self._decoded)
+
+    def _decoded(self, columns: dict[str, list]) -> dict[str, list]:
+        if "experts" not in columns:
+            return columns
+        shape = (self.num_layers, self.top_k, self.num_experts)
+        return columns | {"experts": [decode_experts(value, *shape) for value in columns["experts"]]}
 
     def _trace(self, row: int) -> Trace:
         values = {name: self._table[name][row] for name in self._table.column_names}

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import datasets
+import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from torch.utils.data import DataLoader
 
 from ecospec.configs.errors import DamageError, InputError
 from ecospec.configs.files import read_json, sha256_file, write_json
@@ -34,6 +36,8 @@ def header(num_experts: int = 8, seed: int = 0, samples: int = 6) -> dict:
         "num_experts": num_experts,
         "top_k": K,
         "id_dtype": id_dtype(num_experts).name,
+        "byte_order": "little",
+        "layout": "T,L,K",
         "prompts": [{"dataset": "lab/maths", "samples": samples}],
         "generation": {"seed": seed},
     }
@@ -454,3 +458,26 @@ def test_the_datasets_library_reads_the_same_bytes(folder: Path, tmp_path: Path)
     parts = sorted(map(str, folder.glob("part-*")))
     loaded = datasets.load_dataset("parquet", data_files=parts, split="train", cache_dir=str(tmp_path / "cache"))
     assert {found["key"]: found["experts"] for found in loaded} == {row(i)["key"]: row(i)["experts"] for i in range(6)}
+
+
+@pytest.mark.parametrize("split", [None, "train", "test"])
+def test_datasets_and_a_loader_give_the_samples_of_read_traces(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: str | None
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    traces = read_traces(folder, split)
+    expected = {trace.key: trace.experts.tolist() for trace in traces}
+    assert {row["key"]: row["experts"].tolist() for row in traces.to_datasets()} == expected
+    loader = DataLoader(traces, batch_size=2, num_workers=2, collate_fn=list, multiprocessing_context="fork")
+    assert {trace.key: trace.experts.tolist() for batch in loader for trace in batch} == expected
+
+
+def test_duckdb_reads_the_ids_by_the_manifest_alone(folder: Path) -> None:
+    manifest = read_json(folder / "manifest.json")
+    shape = {"T": -1, "L": len(manifest["moe_layers"]), "K": manifest["top_k"]}
+    paths = [str(folder / part["file"]) for part in manifest["parts"]]
+    found = duckdb.sql(f"SELECT key, experts FROM read_parquet({paths})").fetchall()
+    dtype = np.dtype(manifest["id_dtype"]).newbyteorder(manifest["byte_order"])
+    axes = [shape[letter] for letter in manifest["layout"].split(",")]
+    ids = {key: np.frombuffer(value, dtype).reshape(axes).tolist() for key, value in found}
+    assert ids == {trace.key: trace.experts.tolist() for trace in read_traces(folder)}

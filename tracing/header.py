@@ -43,6 +43,7 @@ def trace_header(
         "num_experts": shape.num_experts,
         "top_k": shape.top_k,
         "id_dtype": id_dtype(shape.num_experts).name,
+        "byte_order": "little",
         "layout": "T,L,K",
         "tokenizer_sha256": tokenizer_sha256(tokenizer),
         "prompts": prompt_sources(prompts),

@@ -115,7 +115,7 @@ def read_manifest(folder: str | Path) -> dict:
 def open_part(path: Path, columns: pa.Schema = COLUMNS) -> pq.ParquetFile:
     """Raises DamageError when the part is no Parquet file or has other columns than a trace (or `columns`)."""
     with reading(path):
-        file = pq.ParquetFile(path)
+        file = pq.ParquetFile(path, memory_map=True)
         if not file.schema_arrow.remove_metadata().equals(columns):
             raise DamageError("its columns are not those of a trace")
     return file
