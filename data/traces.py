@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from ecospec.configs.errors import DamageError, InputError
 from ecospec.tracing.layout import MANIFEST, decode_experts, open_part, read_manifest, reading
@@ -39,6 +40,7 @@ class TraceSet(Sequence[Trace]):
         self.num_experts: int = self.manifest["num_experts"]
         self.top_k: int = self.manifest["top_k"]
         self._rows = [row for part in self.manifest["parts"] for row in _rows_of(self.folder / part["file"], split)]
+        self._footer: tuple[Path, pq.FileMetaData] | None = None  # of the open part: parsing it again takes long
         self._group: tuple[Path, int] | None = None
         self._table: pa.Table | None = None
 
@@ -48,7 +50,9 @@ class TraceSet(Sequence[Trace]):
     def __getitem__(self, index: int) -> Trace:
         path, group, row = self._rows[index]
         if self._group != (path, group):
-            file = open_part(path)
+            known = self._footer is not None and self._footer[0] == path
+            file = open_part(path, self._footer[1] if known else None)
+            self._footer = path, file.metadata
             with reading(path):
                 self._table, self._group = file.read_row_group(group), (path, group)
         with reading(path):

@@ -110,10 +110,13 @@ def read_manifest(folder: str | Path) -> dict:
     return manifest
 
 
-def open_part(path: Path) -> pq.ParquetFile:
-    """Raises DamageError when the part is no Parquet file or has other columns than a trace."""
+def open_part(path: Path, footer: pq.FileMetaData | None = None) -> pq.ParquetFile:
+    """The part, whose `footer` need not be parsed again where it is known.
+
+    Raises DamageError when it is no Parquet file or has other columns than a trace.
+    """
     with reading(path):
-        file = pq.ParquetFile(path)
+        file = pq.ParquetFile(path, metadata=footer)
         if not file.schema_arrow.remove_metadata().equals(COLUMNS):
             raise DamageError("its columns are not those of a trace")
     return file
