@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from ecospec.configs.errors import DamageError, InputError
 from ecospec.tracing.layout import MANIFEST, decode_experts, open_part, read_manifest, reading
@@ -46,6 +47,7 @@ class TraceSet(Sequence[Trace]):
         self.top_k: int = self.manifest["top_k"]
         self.split = split
         self._rows = [row for part in self.manifest["parts"] for row in _rows_of(self.folder / part["file"], split)]
+        self._footer: tuple[Path, pq.FileMetaData] | None = None  # of the open part: parsing it again takes long
         self._group: tuple[Path, int] | None = None
         self._table: pa.Table | None = None
 
@@ -55,7 +57,9 @@ class TraceSet(Sequence[Trace]):
     def __getitem__(self, index: int) -> Trace:
         path, group, row = self._rows[index]
         if self._group != (path, group):
-            file = open_part(path)
+            known = self._footer is not None and self._footer[0] == path
+            file = open_part(path, footer=self._footer[1] if known else None)
+            self._footer = path, file.metadata
             with reading(path):
                 self._table, self._group = file.read_row_group(group), (path, group)
         with reading(path):

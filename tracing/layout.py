@@ -112,10 +112,13 @@ def read_manifest(folder: str | Path) -> dict:
     return manifest
 
 
-def open_part(path: Path, columns: pa.Schema = COLUMNS) -> pq.ParquetFile:
-    """Raises DamageError when the part is no Parquet file or has other columns than a trace (or `columns`)."""
+def open_part(path: Path, columns: pa.Schema = COLUMNS, footer: pq.FileMetaData | None = None) -> pq.ParquetFile:
+    """The part, whose `footer` need not be parsed again where it is known.
+
+    Raises DamageError when it is no Parquet file or has other columns than a trace (or `columns`).
+    """
     with reading(path):
-        file = pq.ParquetFile(path, memory_map=True)
+        file = pq.ParquetFile(path, metadata=footer, memory_map=True)
         if not file.schema_arrow.remove_metadata().equals(columns):
             raise DamageError("its columns are not those of a trace")
     return file

@@ -8,7 +8,7 @@ Letters: T tokens, L MoE layers, E experts, K experts per token, X 64-bit words 
 S samples, C columns.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -172,7 +172,7 @@ def summarise(tally: Tally) -> dict:
     """The statistics of one tally as they stand in `stats.json`."""
     L, E = tally.counts_LE.shape
     unions, windows, reused = np.stack(tally.rows).transpose(1, 0, 2)  # each [S, W]
-    by_layer = load_by_layer(tally.counts_LE)
+    by_layer, windows_W = load_by_layer(tally.counts_LE), windows.sum(0)
     return {
         "samples": len(tally.rows),
         "tokens": tally.tokens,
@@ -181,12 +181,12 @@ def summarise(tally: Tally) -> dict:
         "union": [
             {
                 "tokens": w,
-                "windows": int(tally.windows_W[w - 1]),
+                "windows": int(windows_W[w - 1]),
                 "mean": mean,
                 "interval": interval,
                 "chance": chance_experts(w, E, tally.top_k),
                 "chance_of_loads": load_experts(tally.counts_LE, w, tally.top_k),
-                "by_layer": _shares(tally.unions_WL[w - 1], tally.windows_W[w - 1]),
+                "by_layer": _shares(tally.unions_WL[w - 1], windows_W[w - 1]),
             }
             for w, (mean, interval) in enumerate(ratios(unions / L, windows), 1)
         ],
@@ -248,5 +248,5 @@ def ratios(sums_SC: np.ndarray, counts_SC: np.ndarray) -> list[tuple[float | Non
     return results
 
 
-def _shares(sums_L: Iterable[int], count: int) -> list[float] | None:
-    return [float(value / count) for value in sums_L] if count else None
+def _shares(sums_L: np.ndarray, count: int) -> list[float] | None:
+    return (sums_L / count).tolist() if count else None

@@ -209,7 +209,7 @@ _EVENNESS = (
     "half."
 )
 _LOCALITY = (
-    "Mean over windows of consecutive tokens of one sample and over layers; upright: 95 % intervals over samples. "
+    "Mean over windows of consecutive tokens of one sample and over layers; upright: 95&nbsp;% intervals over samples. "
     "Dashed, and dotted by layer: tokens that draw their experts uniformly and independently. Dotted: independent "
     "tokens that use experts as unevenly as all data sets do; what lies between the dotted line and a curve is "
     "locality in time."

@@ -69,7 +69,7 @@ AGREEMENT = (
 )
 GLOSSARY = {
     "all columns": "means over layers",
-    "entropy": "of a layer's load over its E experts; log₂ E bits where all are used equally; mean over layers",
+    "entropy": "of a layer's load over its E experts; log₂ E bits where all are used equally",
     "experts used": "experts of a layer that at least one token uses",
     "for half the load": "the fewest experts of a layer that carry half of its load",
     "max/mean": "the most used expert's load over the mean one's",

@@ -2,7 +2,7 @@
 
     python tests/benchmarks/stats_speed.py [folder]
 
-Writes the trace into `folder` (a temporary one by default; about 0.7 GB, reused when it is complete), runs the command
+Writes the trace into `folder` (a temporary one by default; about 0.5 GB, reused when it is complete), runs the command
 as a process, and prints its seconds and peak memory against the limits: 30 s and 1 GiB on 2 cores.
 """
 
