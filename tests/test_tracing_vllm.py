@@ -6,18 +6,23 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ecospec.configs.cli import parse
 from ecospec.configs.errors import InputError
+from ecospec.configs.schema import TargetConfig
 from ecospec.data.prompts import Prompt
+from ecospec.data.traces import read_traces
 from ecospec.tracing import vllm
+from ecospec.tracing.check import check_folder
+from ecospec.tracing.cli import main
 from ecospec.tracing.config import EngineConfig, TraceConfig
 from ecospec.tracing.engine import Batch, Outcome, Sampling
 from ecospec.tracing.requests import Request
-from ecospec.tracing.target import MoeShape
+from ecospec.tracing.target import MoeShape, load_target_config, shape_of
 from ecospec.tracing.validation import EngineError, Rejected, Routed
 from ecospec.tracing.vllm import VllmEngine, engine_settings, wait_before
 from tests.vllm_stub import END_ID, FAULTS, StubServer, hashed_experts, hashed_text
@@ -387,6 +392,36 @@ def test_waits_double_up_to_a_minute_and_are_spread(monkeypatch: pytest.MonkeyPa
         waits = {wait_before(failures) for _ in range(50)}
         middle = min(60.0, 0.5 * 2 ** (failures - 1))
         assert len(waits) == 50 and middle / 2 <= min(waits) and max(waits) <= middle * 1.5
+
+
+# The command
+
+
+def test_the_command_writes_true_traces_and_asks_for_nothing_the_second_time(tiny_target: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text(
+        "".join(json.dumps({"prompt": "why? " * n, "answer": "é"}) + "\n" for n in range(1, 9))
+    )
+    shape = shape_of(load_target_config(TargetConfig(name=str(tiny_target))))
+    words = ["run", "--target", str(tiny_target), "--prompts", str(tmp_path / "mine.jsonl"), "--teacher_force"]
+    with StubServer(shape) as server:
+        words += ["--engine", "vllm", "--url", server.url, "--output", str(tmp_path / "traces")]
+        assert main(words) == 0
+        asked = len(server.requests), server.probes
+        assert asked == (8, 1)
+        assert main(words) == 0
+        assert (len(server.requests), server.probes) == asked
+    manifest = check_folder(tmp_path / "traces")
+    assert manifest["engine"] == {
+        "name": "vllm",
+        "version": "0.30.0",
+        "model": "stub",
+        "launch": None,
+        "retrace": False,
+    }
+    traces = list(read_traces(tmp_path / "traces"))
+    assert len(traces) == 8
+    for trace in traces:
+        assert np.array_equal(trace.experts, np.sort(hashed_experts(trace.input_ids.tolist(), shape), -1))
 
 
 # Sizes

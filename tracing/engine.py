@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -55,10 +55,11 @@ class TransformersEngine:
     Owns the model: the checkpoint's own sampling settings are replaced by `sampling`.
     """
 
+    identity: ClassVar[dict] = {"name": "transformers", "version": metadata.version("transformers")}
+
     def __init__(self, model: nn.Module, shape: MoeShape, sampling: Sampling) -> None:
         defaults = model.generation_config
         self.model, self.shape, self.sampling = model, shape, sampling
-        self.identity = {"name": "transformers", "version": metadata.version("transformers")}
         self._context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self._end_ids = _as_list(defaults.eos_token_id)
         self._pad_id = next(iter(_as_list(defaults.pad_token_id) + self._end_ids), 0)

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Sequence
-from importlib import metadata
 
 import torch
 from transformers import PreTrainedConfig
@@ -14,7 +13,7 @@ from ecospec.configs.schema import TargetConfig
 from ecospec.data.prompts import Prompt, read_prompts
 from ecospec.tracing.batches import plan_batches
 from ecospec.tracing.config import TraceConfig
-from ecospec.tracing.engine import Routed, Sampling, TransformersEngine
+from ecospec.tracing.engine import Engine, Sampling, TransformersEngine
 from ecospec.tracing.layout import SCHEMA_VERSION, encode_experts, id_dtype, split_of
 from ecospec.tracing.requests import Request, encode, request_key, require_context, tokenizer_sha256
 from ecospec.tracing.store import TraceFolder
@@ -27,6 +26,8 @@ from ecospec.tracing.target import (
     shape_of,
     weights_hash,
 )
+from ecospec.tracing.validation import Rejected, Routed
+from ecospec.tracing.vllm import VllmEngine
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ def trace_header(
             "experts_implementation": config.target.experts_implementation,
             "expert_mib": config.target.expert_mib,
         },
-        "engine": {"name": "transformers", "version": metadata.version("transformers")},
+        "engine": _engine_identity(config, shape),
         "family": shape.family,
         "vocab_size": shape.vocab_size,
         "moe_layers": list(shape.layers),
@@ -118,16 +119,31 @@ def prompt_sources(prompts: Sequence[Prompt]) -> list[dict]:
 def _trace_batches(
     config: TraceConfig, shape: MoeShape, folder: TraceFolder, batches: Sequence[dict[str, Request]]
 ) -> None:
-    target = load_target(config.target)
-    sampling = Sampling(config.max_new_tokens, config.temperature, config.top_p, config.seed)
-    engine = TransformersEngine(target.model, shape, sampling)
+    engine = make_engine(config, shape)
+    keys = {request.prompt.sample_id: key for batch in batches for key, request in batch.items()}
     try:
-        for batch in progress(batches, "batches traced"):
-            ((_, routed),) = engine.trace([list(batch.values())])
-            folder.add([_row(*each, shape) for each in zip(batch, batch.values(), routed, strict=True)])
+        for batch, outcomes in engine.trace(progress([list(batch.values()) for batch in batches], "batches traced")):
+            for request, outcome in zip(batch, outcomes, strict=True):
+                if isinstance(outcome, Rejected):
+                    raise DamageError(f"sample {request.prompt.sample_id}: {outcome.reason}")
+            each = zip(batch, outcomes, strict=True)
+            folder.add([_row(keys[request.prompt.sample_id], request, routed, shape) for request, routed in each])
     except KeyboardInterrupt:
         folder.commit()  # whole batches only: what was being traced is lost, what was traced is kept
         raise
+
+
+def _engine_identity(config: TraceConfig, shape: MoeShape) -> dict:
+    """What of the engine goes into the manifest; loads no weights, but asks a vLLM server."""
+    return make_engine(config, shape).identity if config.engine.kind == "vllm" else TransformersEngine.identity
+
+
+def make_engine(config: TraceConfig, shape: MoeShape) -> Engine:
+    """The engine that `config` names, ready to trace."""
+    sampling = Sampling(config.max_new_tokens, config.temperature, config.top_p, config.seed)
+    if config.engine.kind == "vllm":
+        return VllmEngine(config.engine, shape, sampling)
+    return TransformersEngine(load_target(config.target).model, shape, sampling)
 
 
 def _row(key: str, request: Request, routed: Routed, shape: MoeShape) -> dict:
