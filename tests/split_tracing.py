@@ -45,7 +45,7 @@ def record(config: TargetConfig) -> dict[str, np.ndarray]:
 
 def main(target: str, kind: str, output: str) -> None:
     sizes = {} if kind == "replicas" else {f"{kind}_size": 2}
-    config = TargetConfig(name=target, dtype="float32", **sizes)
+    config = TargetConfig(name=target, dtype="float32", experts_implementation="grouped_mm", **sizes)
     replica = replica_of(config)
     found = record(config)
     place = [replica.index, replica.count, replica.writes]

@@ -34,7 +34,7 @@ def torchrun(target: Path, kind: str, output: Path) -> list[dict[str, np.ndarray
 def test_a_split_target_has_the_routing_of_a_whole_one_on_every_process(family: str, kind: str, tmp_path: Path) -> None:
     """transformers#45473 and #40545: expert-parallel routers once gave each process ids of its own experts."""
     target = tiny_target_folder(tmp_path / "target", family, seed=3)
-    whole = record(TargetConfig(name=str(target), dtype="float32"))
+    whole = record(TargetConfig(name=str(target), dtype="float32", experts_implementation="grouped_mm"))
     found = torchrun(target, kind, tmp_path)
     assert [process.pop("replica").tolist() for process in found] == [[0, 1, 1], [0, 1, 0]]
     assert whole.pop("split") == 0
@@ -92,6 +92,12 @@ def test_a_family_without_a_plan_is_refused_before_any_weight_is_read(monkeypatc
     config.base_model_ep_plan = None
     with pytest.raises(InputError, match=r"--target.ep_size 2: Transformers has no plan to split olmoe"):
         split_options(TargetConfig(ep_size=2), config)
+
+
+def test_split_experts_are_not_computed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ecospec.tracing.replicas.replica_of", lambda _: Replica(0, 1, True))
+    with pytest.raises(InputError, match="experts_implementation grouped_mm"):
+        split_options(TargetConfig(ep_size=2, experts_implementation="eager"), tiny_config("gpt_oss"))
 
 
 def test_a_split_target_takes_no_device_map(tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,8 +138,8 @@ def test_any_shape_comes_back_true(name: str) -> None:
 def test_generated_texts_have_n_plus_m_minus_1_rows(stub: StubServer, retrace: bool, temperature: float) -> None:
     requests, sampling = requests_of(9, 1, answers=False), Sampling(6, temperature, 0.9, seed=5)
     outcomes = traced(engine_of(stub, sampling=sampling, retrace=retrace), requests)
-    seeds = {json.dumps(body["prompt"]): body["seed"] for body in stub.requests if body["max_tokens"] == 6}
-    assert len(set(seeds.values())) == len(seeds) == 9
+    seeds = {json.dumps(body["prompt"]): body.get("seed") for body in stub.requests if body["max_tokens"] == 6}
+    assert len(seeds) == 9 and len(set(seeds.values())) == (9 if temperature else 1)
     for request in requests:
         seed = seeds[json.dumps(request.prompt_ids)]
         assert_true(outcomes[request.prompt.sample_id], request, text_of(request, sampling, seed))
@@ -157,9 +157,8 @@ def test_draws_depend_on_seed_and_sample_id_alone(stub: StubServer) -> None:
 
 @pytest.mark.parametrize("retrace", [False, True])
 def test_an_empty_answer_leaves_the_prompt_alone(stub: StubServer, retrace: bool) -> None:
-    seed = next(n for n in range(10**5) if hashed_text([n % 499 + 1, n // 499 + 1], 1, None, 500) == [END_ID])
-    ids = [seed % 499 + 1, seed // 499 + 1]
-    stub.answer = lambda body, fault: StubServer.answer(stub, {**body, "seed": None}, fault)
+    texts = ([1 + number % 499, 1 + number // 499] for number in range(10**5))
+    ids = next(ids for ids in texts if hashed_text(ids, 1, None, 500) == [END_ID])
     request = Request(Prompt("d/0/0", "d", 0, 0, ""), ids, None)
     assert_true(traced(engine_of(stub, retrace=retrace), [request])["d/0/0"], request, ids)
 
@@ -281,7 +280,17 @@ def test_a_sample_longer_than_the_context_is_rejected_with_the_reason() -> None:
         outcomes = traced(engine_of(server), requests)
     refused = outcomes.pop("d/6/0")
     assert "maximum context length is 50 tokens" in refused.reason
+    assert sum(body["prompt"] == requests[6].ids for body in server.requests) == 1
     assert_all_true(outcomes, requests[:6])
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"), [("HTTP 404", "give the server's root"), ("HTTP 401", "asks for a key .*without --api-key")]
+)
+def test_what_no_sample_can_pass_ends_the_run(stub: StubServer, fault: str, named: str) -> None:
+    stub.fault = lambda _: fault
+    with pytest.raises(EngineError, match=named):
+        traced(engine_of(stub), requests_of(2))
 
 
 def test_a_server_without_the_flag_ends_the_run_and_the_flag_is_named(stub: StubServer) -> None:
