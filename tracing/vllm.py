@@ -48,6 +48,10 @@ class Unavailable(Exception):
         self.on_sample = on_sample
 
 
+class Refused(Exception):
+    """A server will not take this sample, now or later."""
+
+
 @dataclass(eq=False)
 class Server:
     """One address and how it has been doing."""
@@ -189,10 +193,13 @@ class _Calls:
         server.admitted = True
 
     async def _outcome(self, server: Server, request: Request) -> Outcome:
-        outcome = await self._ask(server, request)
-        if isinstance(outcome, Rejected):
-            log.info("%s, sample %s: %s; asking again", server.url, request.prompt.sample_id, outcome.reason)
+        try:
             outcome = await self._ask(server, request)
+            if isinstance(outcome, Rejected):
+                log.info("%s, sample %s: %s; asking again", server.url, request.prompt.sample_id, outcome.reason)
+                outcome = await self._ask(server, request)
+        except Refused as refused:
+            return Rejected(str(refused))
         return outcome
 
     async def _ask(self, server: Server, request: Request) -> Outcome:
@@ -213,10 +220,10 @@ class _Calls:
         return validate(sent_ids, prompt_len, report, self.engine.shape)
 
     async def _complete(self, server: Server, body: dict) -> Report | Rejected:
-        """Raises Unavailable, and EngineError where the server would fail every sample."""
+        """Raises Unavailable or Refused, and EngineError where the server would fail every sample."""
         status, answer = await _fetch(self.client, "POST", f"{server.url}/v1/completions", body)
         if status != 200:
-            return refusal(server.url, status, answer)
+            raise Refused(refusal(server.url, status, answer))
         report = report_of(answer, body["max_tokens"], self.engine.shape)
         if report is None:
             raise EngineError(
@@ -277,7 +284,7 @@ async def _describe(client: httpx2.AsyncClient, url: str) -> dict:
     for path in ("/version", "/v1/models"):
         status, answer = await _fetch(client, "GET", url + path)
         if status != 200:
-            raise EngineError(refusal(url, status, answer).reason)
+            raise EngineError(f"{url}: {refusal(url, status, answer)}")
         answers.append(answer)
     try:
         version, model = str(answers[0]["version"]), str(answers[1]["data"][0]["id"])

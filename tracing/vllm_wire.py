@@ -46,8 +46,9 @@ def tracing_body(model: str, ids: list[int]) -> dict:
 
 
 def generating_body(model: str, request: Request, sampling: Sampling) -> dict:
-    seed = batch_seed(sampling.seed, [request])
-    return _body(model, request.prompt_ids, sampling.max_new_tokens, sampling) | {"seed": seed}
+    """As many new tokens as `sampling` says, drawn from its seed and the sample's id alone."""
+    body = _body(model, request.prompt_ids, sampling.max_new_tokens, sampling)
+    return body if sampling.temperature == 0 else body | {"seed": batch_seed(sampling.seed, [request])}
 
 
 def _body(model: str, ids: list[int], max_tokens: int, sampling: Sampling) -> dict:
@@ -97,14 +98,14 @@ def decode_routing(value: str, most_bytes: int) -> np.ndarray:
     return np.lib.format.read_array(io.BytesIO(base64.b64decode(value, validate=True)), allow_pickle=False)
 
 
-def refusal(url: str, status: int, body: object) -> Rejected:
-    """The rejection of a sample that a server refuses with a 4xx. Raises EngineError where it would refuse them all."""
+def refusal(url: str, status: int, body: object) -> str:
+    """Why a server refuses one sample with a 4xx. Raises EngineError where it would refuse them all."""
     message = message_of(body)
     if status in (401, 403):
         raise EngineError(f"{url}: asks for a key (HTTP {status}); start the server without --api-key")
     if status in (404, 405):
         raise EngineError(f"{url}: not found there (HTTP {status}: {message}); give the server's root as --engine.url")
-    return Rejected(f"the engine refused it (HTTP {status}: {message})")
+    return f"the engine refused it (HTTP {status}: {message})"
 
 
 def message_of(body: object) -> str:
