@@ -1,5 +1,6 @@
 """A target split over processes is traced as in one: global expert ids on every process, one of which writes."""
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,9 @@ from transformers import PreTrainedConfig
 
 from ecospec.configs.errors import InputError
 from ecospec.configs.schema import TargetConfig
+from ecospec.data.traces import read_traces
+from ecospec.tracing.check import check_folder
+from ecospec.tracing.cli import main
 from ecospec.tracing.replicas import Replica, model_parallel_size, replica_of, split_options
 from ecospec.tracing.target import load_target
 from tests.split_tracing import record
@@ -51,6 +55,32 @@ def test_replicas_each_have_the_whole_target_and_write(tmp_path: Path) -> None:
     found = torchrun(target, "replicas", tmp_path)
     assert [process["replica"].tolist() for process in found] == [[0, 2, 1], [1, 2, 1]]
     assert [int(process["split"]) for process in found] == [0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [["--target.tp_size", "2"], ["--target.ep_size", "2"], []], ids=str)
+def test_the_command_traces_the_same_conversations_split_or_as_replicas(options: list[str], tmp_path: Path) -> None:
+    target = tiny_target_folder(tmp_path / "target", seed=3)
+    rows = [{"prompt": f"question {n}", "turns": [f"question {n}", "and then?"]} for n in range(6)]
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["run", "--target", str(target), "--prompts", str(tmp_path / "c.jsonl"), "--max-new-tokens", "5"]
+    command += ["--batch-size", "2", "--target.experts_implementation", "grouped_mm"]
+    assert main([*command, "--output", str(tmp_path / "one")]) == 0
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    words += [
+        str(Path(sys.executable).with_name("ecospec-trace")),
+        *command,
+        *options,
+        "--output",
+        str(tmp_path / "two"),
+    ]
+    subprocess.run(words, cwd=ROOT, check=True, capture_output=True, timeout=240)
+    one, two = (
+        {t.sample_id: (t.input_ids.tolist(), t.experts.tolist()) for t in read_traces(tmp_path / name)}
+        for name in ("one", "two")
+    )
+    assert len(one) == 12 and one == two
+    assert check_folder(tmp_path / "two")["samples"] == {"written": 12, "rejected": 0}
 
 
 @pytest.mark.parametrize(

@@ -111,10 +111,9 @@ def _trace(job: Job, folder: TraceFolder, pending: Sequence[Sequence[PlannedBatc
 
 def _open_engine(job: Job) -> Engine:
     config = job.config
-    if config.engine.kind == "vllm":
-        engine = VllmEngine(config.engine, job.shape, _sampling(config))
-    else:
-        engine = TransformersEngine(load_target(config.target).model, job.shape, _sampling(config))
+    if config.engine.kind == "transformers":
+        return TransformersEngine(load_target(config.target).model, job.shape, _sampling(config))
+    engine = VllmEngine(config.engine, job.shape, _sampling(config))
     differences = header_differences(engine.identity, job.header["engine"])
     if differences:
         raise InputError(f"--output {config.output}: began with another engine ({'; '.join(differences)})")
@@ -124,7 +123,8 @@ def _open_engine(job: Job) -> Engine:
 def _engine_identity(config: TraceConfig, shape: MoeShape) -> dict:
     """What the engine says of itself; of a finished folder's servers its manifest says it, so that none is asked."""
     if config.engine.kind == "transformers":
-        return TransformersEngine.identity
+        sizes = {"tp_size": config.target.tp_size, "ep_size": config.target.ep_size}
+        return TransformersEngine.identity | {name: size for name, size in sizes.items() if size is not None}
     if (Path(config.output) / MANIFEST).exists():
         return read_manifest(config.output).get("engine", {}) | engine_settings(config.engine)
     return VllmEngine(config.engine, shape, _sampling(config)).identity
