@@ -2,6 +2,9 @@
 
 import json
 import logging
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -431,6 +434,25 @@ def test_the_command_writes_true_traces_and_asks_for_nothing_the_second_time(tin
     assert len(traces) == 8
     for trace in traces:
         assert np.array_equal(trace.experts, np.sort(hashed_experts(trace.input_ids.tolist(), shape), -1))
+
+
+@pytest.mark.slow
+def test_control_c_leaves_at_once_and_the_next_run_loses_nothing(tiny_target: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps({"prompt": "why? " * n}) + "\n" for n in range(1, 41)))
+    shape = shape_of(load_target_config(TargetConfig(name=str(tiny_target))))
+    words = ["run", "--target", str(tiny_target), "--prompts", str(tmp_path / "mine.jsonl"), "--max_new_tokens", "4"]
+    with StubServer(shape) as server:
+        server.fault = lambda _: time.sleep(5 if len(server.requests) > 12 else 0)
+        words += ["--engine", "vllm", "--url", server.url, "--batch_size", "2", "--output", str(tmp_path / "traces")]
+        code = f"import sys; from ecospec.tracing.cli import main; sys.exit(main({words!r}))"
+        process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+        wait_until(lambda: len(server.requests) > 12, 60)
+        process.send_signal(signal.SIGINT)
+        stderr = process.communicate(timeout=4)[1]
+        assert (process.returncode, "Traceback" in stderr) == (130, False), stderr
+        server.fault = lambda _: None
+        assert main(words) == 0
+    assert {trace.sample_id for trace in read_traces(tmp_path / "traces")} == {f"mine/{row}/0" for row in range(40)}
 
 
 # Sizes

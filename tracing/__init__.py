@@ -5,6 +5,7 @@ from ecospec.configs.lazy import attributes
 _HOMES = {
     "RoutingRecorder": "recorder",
     "TransformersEngine": "engine",
+    "VllmEngine": "vllm",
     "check_folder": "check",
     "run_trace": "run",
 }
