@@ -7,6 +7,7 @@ A MoE site is the experts module of one decoder layer. Transformers computes exp
 import inspect
 import re
 from dataclasses import dataclass
+from functools import cache
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -64,11 +65,16 @@ def top_k_of(config: PreTrainedConfig) -> int:
 
 
 def _site(name: str, module: nn.Module) -> MoeSite | None:
-    layer = _LAYER.search(name)
-    if layer is None:
-        return None
-    parameters = list(inspect.signature(type(module).forward).parameters)[1:]
+    ids = _id_argument(type(module))
+    layer = _LAYER.search(name) if ids else None
+    return MoeSite(int(layer.group(1)), name, module, *ids) if layer else None
+
+
+@cache
+def _id_argument(kind: type[nn.Module]) -> tuple[int, str] | None:
+    """Position and name of the chosen ids in the forward of experts modules, None for other modules."""
+    parameters = list(inspect.signature(kind.forward).parameters)[1:]
     for position, parameter in enumerate(parameters):
         if parameter in ID_ARGUMENTS and any("weights" in other for other in parameters):
-            return MoeSite(int(layer.group(1)), name, module, position, parameter)
+            return position, parameter
     return None
