@@ -159,7 +159,7 @@ def _split_rows(
 def _file_rows(path: Path, answers: tuple[str, ...] = ("answer", "reference")) -> list[_Row]:
     """Each line that is not blank; only the newline character ends a line."""
     try:
-        lines = path.read_bytes().decode("utf-8").split("\n")
+        lines = path.read_bytes().decode("utf-8-sig").split("\n")
     except (FileNotFoundError, IsADirectoryError):
         raise InputError(f"{path}: no such prompt file") from None
     except UnicodeDecodeError as error:
@@ -193,7 +193,12 @@ def _row(values: object, where: str, answer_keys: tuple[str, ...]) -> _Row:
     references = [None] * len(turns) if values.get("reference_turns") is None else values["reference_turns"]
     if not _are_texts(references, str | None) or len(references) != len(turns):
         raise InputError(f"{where}: `reference_turns` must be a list of a text or null for each turn; mend it")
-    return _Row(tuple(turns), (references[0] if answer is None else answer, *references[1:]))
+    answers = (references[0] if answer is None else answer, *references[1:])
+    if any("\ud800" <= character <= "\udfff" for text in (*turns, *answers) for character in text or ""):
+        raise InputError(
+            f"{where}: holds half of a surrogate pair (\\ud800 to \\udfff), which is no text; mend the line"
+        )
+    return _Row(tuple(turns), answers)
 
 
 def _are_texts(values: object, kind: type = str) -> bool:

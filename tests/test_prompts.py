@@ -36,6 +36,12 @@ def test_only_a_newline_ends_a_row(tmp_path: Path) -> None:
     assert [p.text for p in read_prompts(PromptConfig(prompts=str(path)))] == texts
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "marked.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n')
+    assert [p.text for p in read_prompts(PromptConfig(prompts=str(path)))] == ["a"]
+
+
 def test_an_answer_is_answer_or_else_reference(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "answer": "x", "reference": "y"}, {"prompt": "b", "reference": "y"}, {"prompt": "c"}]
     path = write_rows(tmp_path / "a.jsonl", rows)
@@ -123,6 +129,8 @@ def test_prompts_win_over_datasets(tmp_path: Path) -> None:
         ('{"prompt": "a", "turns": "ab"}', "`turns`"),
         ('{"prompt": "a", "turns": ["a", "b"], "reference_turns": ["x"]}', "`reference_turns`"),
         ('{"prompt": "a", "reference_turns": [7]}', "`reference_turns`"),
+        ('{"prompt": "a\\ud800b"}', "surrogate pair"),
+        ('{"prompt": "a", "answer": "\\udfff"}', "surrogate pair"),
     ],
 )
 def test_a_bad_row_is_named_by_its_line_number(tmp_path: Path, line: str, problem: str) -> None:
