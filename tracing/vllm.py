@@ -10,6 +10,8 @@ once more.
 import asyncio
 import logging
 import random
+import signal
+import threading
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -98,13 +100,16 @@ class VllmEngine:
         Raises EngineError when no server is left, when one records no routing, or when they differ.
         """
         _ = self.identity
-        stream = self._stream(iter(batches))
-        with asyncio.Runner() as runner:
-            try:
-                while (item := runner.run(_next(stream))) is not None:
-                    yield item
-            finally:
-                runner.run(stream.aclose())
+        stream, loop = self._stream(iter(batches)), asyncio.new_event_loop()
+        if threading.current_thread() is threading.main_thread():
+            loop.add_signal_handler(signal.SIGINT, _interrupt)
+        try:
+            while (item := loop.run_until_complete(_next(stream))) is not None:
+                yield item
+        finally:
+            loop.run_until_complete(_end(asyncio.all_tasks(loop)))
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()
 
     async def _stream(self, batches: Iterator[Batch]) -> AsyncIterator[tuple[Batch, list[Outcome]]]:
         servers = [Server(url, self.config.retries) for url in self.urls]
@@ -318,3 +323,15 @@ def _none_left(urls: list[str]) -> EngineError:
 
 async def _next(stream: AsyncIterator) -> object:
     return await anext(stream, None)
+
+
+def _interrupt() -> None:
+    """Ctrl-C between two steps of the event loop: in the middle of one, a library may swallow it."""
+    raise KeyboardInterrupt
+
+
+async def _end(tasks: set[asyncio.Task]) -> None:
+    """Cancel `tasks` and see them end."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
