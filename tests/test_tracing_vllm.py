@@ -437,7 +437,10 @@ def test_the_command_writes_true_traces_and_asks_for_nothing_the_second_time(tin
 
 
 @pytest.mark.slow
-def test_control_c_leaves_at_once_and_the_next_run_loses_nothing(tiny_target: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_at_once_and_the_next_run_loses_nothing(
+    tiny_target: Path, tmp_path: Path, number: int
+) -> None:
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps({"prompt": "why? " * n}) + "\n" for n in range(1, 41)))
     shape = shape_of(load_target_config(TargetConfig(name=str(tiny_target))))
     words = ["run", "--target", str(tiny_target), "--prompts", str(tmp_path / "mine.jsonl"), "--max_new_tokens", "4"]
@@ -447,7 +450,7 @@ def test_control_c_leaves_at_once_and_the_next_run_loses_nothing(tiny_target: Pa
         code = f"import sys; from ecospec.tracing.cli import main; sys.exit(main({words!r}))"
         process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
         wait_until(lambda: len(server.requests) > 12, 60)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         stderr = process.communicate(timeout=4)[1]
         assert (process.returncode, "Traceback" in stderr) == (130, False), stderr
         server.fault = lambda _: None

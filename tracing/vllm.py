@@ -101,8 +101,7 @@ class VllmEngine:
         """
         _ = self.identity
         stream, loop = self._stream(iter(batches)), asyncio.new_event_loop()
-        if threading.current_thread() is threading.main_thread():
-            loop.add_signal_handler(signal.SIGINT, _interrupt)
+        handlers = _take_signals(loop) if threading.current_thread() is threading.main_thread() else {}
         try:
             while (item := loop.run_until_complete(_next(stream))) is not None:
                 yield item
@@ -110,6 +109,8 @@ class VllmEngine:
             loop.run_until_complete(_end(asyncio.all_tasks(loop)))
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.close()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
     async def _stream(self, batches: Iterator[Batch]) -> AsyncIterator[tuple[Batch, list[Outcome]]]:
         servers = [Server(url, self.config.retries) for url in self.urls]
@@ -325,8 +326,16 @@ async def _next(stream: AsyncIterator) -> object:
     return await anext(stream, None)
 
 
+def _take_signals(loop: asyncio.AbstractEventLoop) -> dict[int, object]:
+    """Let Ctrl-C and a batch system's signal interrupt `loop`; returns the handlers that they had."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in handlers:
+        loop.add_signal_handler(number, _interrupt)
+    return handlers
+
+
 def _interrupt() -> None:
-    """Ctrl-C between two steps of the event loop: in the middle of one, a library may swallow it."""
+    """Between two steps of the event loop: in the middle of one, a library may swallow an interrupt."""
     raise KeyboardInterrupt
 
 
