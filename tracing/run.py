@@ -57,8 +57,8 @@ def run_trace(config: TraceConfig) -> None:
     job = _prepare(config)
     folder = TraceFolder(config.output, job.header)
     if config.retry_rejected:
-        folder.forget_rejected()
-    if folder.complete:
+        folder.forget_rejected(delete=job.replica.writes)
+    elif folder.complete:
         folder.require_finished(job.keys)
         log.info("%s is already complete: %d samples, nothing to do", config.output, len(job.samples))
         return

@@ -77,12 +77,14 @@ class TraceFolder:
                 f"delete {MANIFEST} and run the same ecospec-trace command again"
             )
 
-    def forget_rejected(self) -> None:
-        """Let rejected samples be tried again: remove the manifest, then the parts that hold them."""
-        (self.folder / MANIFEST).unlink(missing_ok=True)
-        for path in self.folder.glob(REJECTED):
-            path.unlink()
+    def forget_rejected(self, delete: bool = True) -> None:
+        """Let rejected samples be tried again; `delete` the manifest, then the parts that hold them."""
+        if delete:
+            (self.folder / MANIFEST).unlink(missing_ok=True)
+        for path in [path for path in self._keys if path.match(REJECTED)]:
             self.done.difference_update(self._keys.pop(path))
+            if delete:
+                path.unlink()
 
     def answers(self, keys: Collection[str]) -> dict[str, list[int]]:
         """The token ids after the prompt of those samples of `keys` that are written."""
