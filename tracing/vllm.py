@@ -100,12 +100,16 @@ class VllmEngine:
         Raises EngineError when no server is left, when one records no routing, or when they differ.
         """
         _ = self.identity
-        stream, loop = self._stream(iter(batches)), asyncio.new_event_loop()
+        stream, loop, stopped = self._stream(iter(batches)), asyncio.new_event_loop(), threading.Event()
         if threading.current_thread() is threading.main_thread():
-            loop.add_signal_handler(signal.SIGINT, _interrupt)
+            loop.add_signal_handler(signal.SIGINT, _stop, loop, stopped)
         try:
-            while (item := loop.run_until_complete(_next(stream))) is not None:
+            while (item := loop.run_until_complete(_next(stream))) is not None and not stopped.is_set():
                 yield item
+            if stopped.is_set():
+                raise KeyboardInterrupt
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
         finally:
             loop.run_until_complete(_end(asyncio.all_tasks(loop)))
             loop.run_until_complete(loop.shutdown_asyncgens())
@@ -325,9 +329,11 @@ async def _next(stream: AsyncIterator) -> object:
     return await anext(stream, None)
 
 
-def _interrupt() -> None:
-    """Ctrl-C between two steps of the event loop: in the middle of one, a library may swallow it."""
-    raise KeyboardInterrupt
+def _stop(loop: asyncio.AbstractEventLoop, stopped: threading.Event) -> None:
+    """Ctrl-C, taken between two steps of the loop: raised in the middle of one, a library or the loop may lose it."""
+    stopped.set()
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
 
 
 async def _end(tasks: set[asyncio.Task]) -> None:
