@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,10 +143,12 @@ def _trace_round(job: Job, engine: Engine, folder: TraceFolder, batches: Sequenc
     requests, refused = shared(ready, job.config.target)
     keep = folder.add if job.replica.writes else _discard
     keep([], [_rejected_row(samples[sample_id], refusal) for sample_id, refusal in refused.items()])
-    for batch, outcomes in progress(engine.trace(requests), "batches traced", len(requests)):
-        pairs = [(samples[request.prompt.sample_id], outcome) for request, outcome in zip(batch, outcomes, strict=True)]
-        rejected = [_rejected_row(sample, outcome) for sample, outcome in pairs if isinstance(outcome, Rejected)]
-        keep([_row(*pair, job.shape) for pair in pairs if isinstance(pair[1], Routed)], rejected)
+    with closing(engine.trace(requests)) as traced:
+        for batch, outcomes in progress(traced, "batches traced", len(requests)):
+            of_batch = (samples[request.prompt.sample_id] for request in batch)
+            pairs = list(zip(of_batch, outcomes, strict=True))
+            rejected = [_rejected_row(sample, outcome) for sample, outcome in pairs if isinstance(outcome, Rejected)]
+            keep([_row(*pair, job.shape) for pair in pairs if isinstance(pair[1], Routed)], rejected)
 
 
 def _ready(

@@ -100,11 +100,16 @@ class VllmEngine:
         Raises EngineError when no server is left, when one records no routing, or when they differ.
         """
         _ = self.identity
-        stream, loop = self._stream(iter(batches)), asyncio.new_event_loop()
-        handlers = _take_signals(loop) if threading.current_thread() is threading.main_thread() else {}
+        stream, loop, stopped = self._stream(iter(batches)), asyncio.new_event_loop(), threading.Event()
+        main = threading.current_thread() is threading.main_thread()
+        handlers = _take_signals(loop, stopped) if main else {}
         try:
-            while (item := loop.run_until_complete(_next(stream))) is not None:
+            while (item := loop.run_until_complete(_next(stream))) is not None and not stopped.is_set():
                 yield item
+            if stopped.is_set():
+                raise KeyboardInterrupt
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
         finally:
             loop.run_until_complete(_end(asyncio.all_tasks(loop)))
             loop.run_until_complete(loop.shutdown_asyncgens())
@@ -326,17 +331,19 @@ async def _next(stream: AsyncIterator) -> object:
     return await anext(stream, None)
 
 
-def _take_signals(loop: asyncio.AbstractEventLoop) -> dict[int, object]:
-    """Let Ctrl-C and a batch system's signal interrupt `loop`; returns the handlers that they had."""
+def _take_signals(loop: asyncio.AbstractEventLoop, stopped: threading.Event) -> dict[int, object]:
+    """Let Ctrl-C and a batch system's signal stop `loop`; returns the handlers that they had."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number in handlers:
-        loop.add_signal_handler(number, _interrupt)
+        loop.add_signal_handler(number, _stop, loop, stopped)
     return handlers
 
 
-def _interrupt() -> None:
-    """Between two steps of the event loop: in the middle of one, a library may swallow an interrupt."""
-    raise KeyboardInterrupt
+def _stop(loop: asyncio.AbstractEventLoop, stopped: threading.Event) -> None:
+    """Taken between two steps of the loop: an exception in the middle of one could get lost in a library."""
+    stopped.set()
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
 
 
 async def _end(tasks: set[asyncio.Task]) -> None:
