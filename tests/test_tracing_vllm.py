@@ -276,6 +276,14 @@ def test_a_sample_that_breaks_the_server_each_time_is_rejected_and_the_others_ar
     assert_all_true(outcomes, requests[:3] + requests[4:])
 
 
+def test_samples_that_break_the_server_one_after_the_other_do_not_end_the_run(stub: StubServer) -> None:
+    requests = requests_of(4)
+    stub.fault = lambda body: "HTTP 500" if body["prompt"] != requests[0].ids else None
+    outcomes = traced(engine_of(stub, retries=2, in_flight=1), requests)
+    assert_true(outcomes.pop("d/0/0"), requests[0], text_of(requests[0]))
+    assert len(outcomes) == 3 and all(isinstance(outcome, Rejected) for outcome in outcomes.values())
+
+
 def test_a_sample_longer_than_the_context_is_rejected_with_the_reason() -> None:
     requests = requests_of(6)
     requests.append(Request(Prompt("d/6/0", "d", 6, 0, ""), list(range(1, 60)), [5]))

@@ -3,8 +3,8 @@
 Each server works on `in_flight` requests at once and takes the next one when it is free, so fast servers take more.
 A request that meets a failing server goes back to the queue, where any server may take it. A failing server is asked
 again after a wait that doubles, first for a short text of which the routing must be sound, and is given up after
-`retries` failures in a row; when no server is left, so is the run. A sample that the validator refuses is asked for
-once more.
+`retries` failures in a row; when no server is left, so is the run. A sample that makes a sound server fail waits by
+itself and is rejected after `retries` failures for each server. One that the validator refuses is asked for once more.
 """
 
 import asyncio
@@ -172,12 +172,22 @@ class _Calls:
                 job.outcome.set_result(await self._outcome(server, job.request))
                 server.failures = 0
             except Unavailable as failure:
-                _note_failure(server, servers, failure, started)
-                job.failures += failure.on_sample
-                if job.failures > server.retries * len(servers):
-                    job.outcome.set_result(Rejected(f"the engine failed on it {job.failures} times ({failure})"))
+                if failure.on_sample:
+                    self._fail(job, failure, server, len(servers), jobs)
                 else:
+                    _note_failure(server, servers, failure, started)
                     jobs.put_nowait(job)
+
+    def _fail(self, job: Job, failure: Unavailable, server: Server, servers: int, jobs: asyncio.Queue[Job]) -> None:
+        """Ask for the sample again after a wait, or reject it; whether the server is to blame, its next probe tells."""
+        server.admitted = False
+        job.failures += 1
+        sample_id = job.request.prompt.sample_id
+        log.info("%s, sample %s: %s, %d times so far", server.url, sample_id, failure, job.failures)
+        if job.failures > server.retries * servers:
+            job.outcome.set_result(Rejected(f"the engine failed on it {job.failures} times ({failure})"))
+        else:
+            asyncio.get_running_loop().call_later(wait_before(job.failures), jobs.put_nowait, job)
 
     async def _ready(self, server: Server, servers: list[Server]) -> bool:
         """Wait until `server` may be asked, admitting it where needed; False once it is given up."""
