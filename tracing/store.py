@@ -171,13 +171,10 @@ class TraceFolder:
         if self.folder.exists() and not self.folder.is_dir():
             raise InputError(f"--output {self.folder}: is a file, not a folder")
         self.folder.mkdir(parents=True, exist_ok=True)
-        known = {path for pattern in (*LEFTOVERS, PARTS, REJECTED) for path in self.folder.glob(pattern)}
-        foreign = {path for path in self.folder.iterdir() if path.name != MANIFEST} - known
-        foreign = {path for path in foreign if path.exists()}  # another worker may just have renamed one
+        ours = (MANIFEST, PARTS, REJECTED, *LEFTOVERS)
+        foreign = [path.name for path in self.folder.iterdir() if not any(map(path.match, ours))]
         if foreign:
-            raise InputError(
-                f"--output {self.folder}: holds {min(foreign).name}, so it is no trace folder; choose another"
-            )
+            raise InputError(f"--output {self.folder}: holds {min(foreign)}, so it is no trace folder; choose another")
         if self.complete:
             self._require_same(read_manifest(self.folder))
         self._remove_leftovers(LEFTOVERS, LEFTOVER_SECONDS)
