@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
-from ecospec.configs.errors import InputError
+from ecospec.configs.errors import InputError, brief
 from ecospec.configs.schema import PromptConfig
 from ecospec.data.benchmarks import BENCHMARKS, Benchmark, hub_rows
 
@@ -167,7 +167,7 @@ def _file_rows(path: Path, answers: tuple[str, ...] = ("answer", "reference")) -
     filled = [(f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
     if not filled:
         raise InputError(f"{path}: holds no prompts; write one JSON object with `prompt` on each line")
-    if path.suffix not in (".jsonl", ".json"):
+    if path.suffix.lower() not in (".jsonl", ".json"):
         return [_Row((line.removesuffix("\r"),), (None,)) for _, line in filled]
     return [_row(_parsed(line, where), where, answers) for where, line in filled]
 
@@ -175,8 +175,8 @@ def _file_rows(path: Path, answers: tuple[str, ...] = ("answer", "reference")) -
 def _parsed(line: str, where: str) -> object:
     try:
         return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{where}: not JSON ({error.msg}); mend or remove the line") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where}: not JSON ({brief(error)}); mend or remove the line") from None
 
 
 def _row(values: object, where: str, answer_keys: tuple[str, ...]) -> _Row:

@@ -54,7 +54,9 @@ class TraceSet(Sequence[Trace]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> Trace:
+    def __getitem__(self, index: int | slice) -> Trace | list[Trace]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
         path, group, row = self._rows[index]
         if self._group != (path, group):
             known = self._footer is not None and self._footer[0] == path

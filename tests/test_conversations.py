@@ -19,7 +19,7 @@ from ecospec.inference.config import DecodeConfig
 from ecospec.inference.evaluate import batches
 from ecospec.inference.treefile import read_trees
 from ecospec.inference.turns import Turns
-from ecospec.tracing.requests import answer_text, encode, in_chat_template, prompt_ids
+from ecospec.tracing.requests import answer_text, encode, in_chat_template, prompt_ids, tokenizer_sha256
 from ecospec.tracing.target import load_target
 from tests.test_eval import BASELINES, save_head
 from tests.tiny import END, END_ID, tiny_target_folder, tiny_tokenizer
@@ -59,6 +59,22 @@ def test_a_chat_prompt_is_put_in_the_template_where_there_is_one() -> None:
 def test_a_prompt_begins_with_one_token_that_begins_texts(prompt: Prompt, chat_template: bool) -> None:
     ids = prompt_ids(prompt, tokenizer_with(TEMPLATE), chat_template)
     assert ids[0] == END_ID and ids.count(END_ID) == 1
+
+
+def test_a_template_that_writes_the_date_writes_the_same_every_day() -> None:
+    dated = "{%- set day = strftime_now('%d %B %Y') -%}\n{{ strftime_now('%Y-%m-%d') }} {{ day }}" + TEMPLATE
+    assert shown(FIRST, dated) == f"2025-01-01 01 January 2025{END}[user]one[assistant]"
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no system') }}", "{% for %}"])
+def test_a_template_that_refuses_a_prompt_is_named_with_the_sample(template: str) -> None:
+    with pytest.raises(InputError, match=r"mt/0/0.*chat template cannot take it.*--chat_template false"):
+        shown(FIRST, template)
+
+
+def test_another_chat_template_is_another_tokenizer() -> None:
+    hashes = {tokenizer_sha256(tokenizer_with(template)) for template in (None, TEMPLATE, TEMPLATE + " ")}
+    assert len(hashes) == 3
 
 
 def test_a_template_asked_for_must_be_there() -> None:

@@ -120,6 +120,8 @@ def test_prompts_win_over_datasets(tmp_path: Path) -> None:
     [
         ('{"prompt": "a"', "not JSON"),
         ("[1]", "no `prompt` text"),
+        ('{"prompt": "a", "n": ' + "1" * 5000 + "}", "not JSON"),
+        ("[" * 200_000, "not JSON"),
         ('{"question": "a"}', "no `prompt` text"),
         ('{"prompt": ""}', "no `prompt` text"),
         ('{"prompt": "a", "answer": 7}', "must be text"),

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -80,8 +81,57 @@ def test_a_sample_that_outgrows_the_context_is_rejected_and_the_others_are_not(
 
 def test_a_job_of_which_nothing_is_left_fails(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     prompts = write_prompts(tmp_path / "p.jsonl", [{"prompt": TOO_LONG}])
-    assert main(words(target, prompts, tmp_path / "t")) == 1
-    assert "every sample was rejected" in capsys.readouterr().err
+    for _ in range(2):
+        assert main(words(target, prompts, tmp_path / "t")) == 1
+        assert "every sample was rejected" in capsys.readouterr().err
+
+
+def test_rejections_are_kept_until_they_can_be_tried_again(target: Path, stub: StubServer, tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path / "p.jsonl", [{"prompt": "a"}, {"prompt": TOO_LONG}])
+    stub.context = CONTEXT
+    command = words(target, prompts, tmp_path / "t", *asking(stub, "--engine.retries", "0"))
+    assert main(command) == 0
+    before = {path.name: path.read_bytes() for path in (tmp_path / "t").iterdir()}
+    stub.stop()
+    assert main([*command, "--retry-rejected"]) == 1
+    assert {path.name: path.read_bytes() for path in (tmp_path / "t").iterdir()} == before
+    stub.start()
+    stub.context = 10**6
+    assert main([*command, "--retry-rejected"]) == 0
+    assert set(rows_of(tmp_path / "t")) == {"p/0/0", "p/1/0"}
+
+
+def test_a_changed_chat_template_is_another_configuration(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    prompts = write_prompts(tmp_path / "p.jsonl", [{"prompt": "a"}])
+    folder = shutil.copytree(target, tmp_path / "target")
+    for letter in "uv":
+        (folder / "chat_template.jinja").write_text(letter + "{% for m in messages %}{{ m.content }}{% endfor %}")
+        code = main(words(folder, prompts, tmp_path / "t", "--chat-template", "true"))
+        assert code == (0 if letter == "u" else 2)
+    assert "tokenizer_sha256" in capsys.readouterr().err
+    check_folder(tmp_path / "t")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--engine", "vllm", "--engine.url", "http://127.0.0.1:abc"], "--engine.url"),
+        (["--engine", "vllm", "--engine.url", "http://localhost:99999"], "--engine.url"),
+        (["--engine", "vllm", "--engine.url", "http://"], "--engine.url"),
+        (["--engine", "vllm", "--engine.url", "http://h:1", "--target.expert_mib", "3"], "--target.expert_mib"),
+        (["--engine", "vllm", "--engine.url", "http://h:1", "--target.device_map", "auto"], "--target.device_map"),
+        (["--engine.launch", "vllm serve"], "--engine.launch"),
+        (["--threads", "100000"], "--threads"),
+        (["--overwrite"], "--overwrite"),
+    ],
+)
+def test_options_that_would_be_ignored_or_cannot_work_are_refused(
+    target: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture, options: list[str], named: str
+) -> None:
+    assert main(words(target, prompts, tmp_path / "t", *options)) == 2
+    assert named in capsys.readouterr().err
 
 
 def test_rejections_cannot_be_retried_by_one_worker_of_several(

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -188,18 +189,71 @@ def test_resuming_finds_finished_keys_and_removes_leftovers(tmp_path: Path) -> N
     opened.add([row(0), row(1)])
     opened.commit()
     opened.add([row(2)])  # never committed
-    old, young = (tmp_path / f".part-{n}.parquet.77.partial" for n in "01")
-    for path in (old, young):
-        path.write_bytes(b"PAR1")
-    os.utime(old, (0, 0))
+    (tmp_path / ".part-0.parquet.77.partial").write_bytes(b"PAR1")
     resumed = TraceFolder(tmp_path, header(samples=3))
     assert resumed.done == set(KEYS[:2])
     assert not resumed.complete
-    assert list(tmp_path.glob(".*")) == [young], "another worker may be writing it"
+    assert not list(tmp_path.glob(".part-*")), "whoever writes one holds the lock"
     resumed.add([row(2)])
     assert resumed.finalise(KEYS[:3])
     assert not list(tmp_path.glob(".*"))
     assert check_folder(tmp_path)["samples"] == {"written": 3, "rejected": 0}
+
+
+def test_without_locks_a_young_half_written_file_is_left_to_its_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(store.fcntl, "flock", no_locks)
+    old, young = (tmp_path / f".part-{n}.parquet.77.partial" for n in "01")
+    for path in (old, young):
+        path.write_bytes(b"PAR1")
+    os.utime(old, (0, 0))
+    opened = TraceFolder(tmp_path, header(samples=1))
+    assert list(tmp_path.glob(".part-*")) == [young]
+    assert "no file locks here" in caplog.text
+    opened.add([row(0)])
+    assert opened.finalise(KEYS[:1])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_workers_that_overlap_and_finish_together_leave_a_sound_folder(tmp_path: Path, seed: int) -> None:
+    def work(indices: list[int]) -> None:
+        opened = TraceFolder(tmp_path, header())
+        start.wait()
+        for index in indices:
+            opened.add([row(index)])
+            if seed % 2:
+                opened.commit()
+        opened.finalise(KEYS)
+
+    start = threading.Barrier(3)
+    workers = [threading.Thread(target=work, args=[indices]) for indices in ([*range(6)], [0, 2, 4], [5, 4, 3])]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert check_folder(tmp_path)["samples"] == {"written": 6, "rejected": 0}
+
+
+def test_a_flipped_bit_of_the_ids_never_comes_back_as_other_ids(folder: Path) -> None:
+    expected = [trace.experts.tolist() for trace in read_traces(folder)]
+    part, caught = min(folder.glob("part-*")), 0
+    column = pq.ParquetFile(part).metadata.row_group(0).column(COLUMNS.get_field_index("experts"))
+    sound = part.read_bytes()
+    start = column.data_page_offset
+    for place in range(start, start + column.total_compressed_size):
+        content = bytearray(sound)
+        content[place] ^= 1
+        part.write_bytes(content)
+        try:
+            assert [trace.experts.tolist() for trace in read_traces(folder)] == expected
+        except DamageError as error:
+            assert part.name in str(error)
+            caught += 1
+    assert caught > column.total_compressed_size / 2
 
 
 def test_a_folder_of_another_configuration_is_refused_finished_or_not(folder: Path) -> None:
@@ -226,7 +280,7 @@ def test_a_folder_is_complete_only_with_every_sample_once_and_no_other(tmp_path:
     opened = TraceFolder(tmp_path, header())
     opened.add([row(0)])
     assert not opened.finalise(KEYS[:2])
-    with pytest.raises(DamageError, match="not of this job"):
+    with pytest.raises(InputError, match="samples of another job"):
         opened.finalise(KEYS[1:2])
     (part,) = tmp_path.glob("part-*")
     copy = shutil.copy(part, tmp_path / "part-copied.parquet")
@@ -257,7 +311,9 @@ def test_rejected_samples_are_kept_apart_counted_and_tried_again_when_asked(tmp_
     again = TraceFolder(tmp_path, header(samples=3))
     assert again.done == set(KEYS[:3])
     again.forget_rejected()
-    assert again.done == {KEYS[0]} and not again.complete
+    assert again.done == {KEYS[0]} and again.complete
+    again.delete_rejected()
+    assert not again.complete
     again.add([row(1)], [refused(2)])
     assert again.finalise(KEYS[:3])
     assert check_folder(tmp_path)["samples"] == {"written": 2, "rejected": 1}

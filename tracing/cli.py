@@ -26,6 +26,8 @@ def _run(config: TraceConfig) -> None:
 
     from ecospec.tracing.run import run_trace
 
+    if config.overwrite:
+        raise InputError("--overwrite: run goes on with what is there; to trace anew give another --output")
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     run_trace(config)

@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass, field
 from typing import Literal
+from urllib.parse import urlsplit
 
 from ecospec.configs.errors import InputError
 from ecospec.configs.schema import PromptConfig, TargetConfig
+
+LOADING = ("expert_mib", "device_map", "tp_size", "ep_size", "dequantize")  # keys of `target` for Transformers alone
 
 
 @dataclass
@@ -37,8 +40,10 @@ class EngineConfig:
         if bool(self.url) != (self.kind == "vllm"):
             raise InputError("--engine vllm and --engine.url http://host:8000 (or several, by commas) go together")
         for url in self.url:
-            if not url.startswith(("http://", "https://")):
+            if not _is_address(url):
                 raise InputError(f"--engine.url {url}: give it as http://host:8000")
+        if self.kind == "transformers" and (self.launch or self.retrace):
+            raise InputError("--engine.launch and --engine.retrace are for --engine vllm; leave them out")
 
 
 @dataclass
@@ -87,9 +92,23 @@ class TraceConfig(PromptConfig):
                 not self.retry_rejected or self.shard == "0/1",
                 "one worker alone can do it, without --shard",
             ),
-            "threads": (self.threads is None or self.threads >= 1, "must be at least 1"),
+            "threads": (self.threads is None or 1 <= self.threads <= 1024, "must be 1 to 1024"),
         }
         require("", self, rules)
+        if self.engine.kind == "vllm":
+            require("target.", self.target, {name: _unset(self.target, name) for name in LOADING})
+
+
+def _unset(target: TargetConfig, name: str) -> tuple[bool, str]:
+    return not getattr(target, name), "says how to load weights, which the servers do; leave it out"
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, or too large
+        return False
 
 
 def require(prefix: str, config: object, rules: dict[str, tuple[bool, str]]) -> None:

@@ -14,6 +14,7 @@ from ecospec.tracing.requests import tokenizer_sha256
 from ecospec.tracing.target import MoeShape, config_hash, weights_hash
 
 KEYED = ("schema", "target", "engine", "generation")  # parts of a header that each sample's key depends on
+SAMPLING = ("max_new_tokens", "temperature", "top_p", "seed")  # mean nothing for answers that are forced
 
 
 def trace_header(
@@ -44,17 +45,16 @@ def trace_header(
         "top_k": shape.top_k,
         "id_dtype": id_dtype(shape.num_experts).name,
         "byte_order": "little",
+        "column": "experts",
         "layout": "T,L,K",
+        "order": "C, ids ascending",
         "tokenizer_sha256": tokenizer_sha256(tokenizer),
         "prompts": prompt_sources(prompts),
         "generation": {
-            "max_new_tokens": None if config.teacher_force else config.max_new_tokens,
-            "temperature": config.temperature,
-            "top_p": config.top_p,
+            **{name: None if config.teacher_force else getattr(config, name) for name in SAMPLING},
             "teacher_force": config.teacher_force,
             "chat_template": config.chat_template,
             "batch_size": config.batch_size,
-            "seed": config.seed,
         },
     }
 

@@ -11,7 +11,8 @@ Letters: T tokens, L MoE layers, E experts, K experts per token.
 """
 
 import hashlib
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from ecospec.configs.files import read_json
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 PARTS, REJECTED = "part-*.parquet", "rejected-*.parquet"
+LOCK = ".lock"  # held by whichever worker makes something visible
 LEFTOVERS = (".part-*.partial", ".rejected-*.partial", ".manifest.json.*.partial")  # of `replace_file`
 HEADER_KEY = b"ecospec"  # of each part's schema metadata: the manifest's header as JSON
 TRAIN_PERCENT = 80
@@ -112,13 +114,19 @@ def read_manifest(folder: str | Path) -> dict:
     return manifest
 
 
+def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
+    """Some columns of a part. Raises DamageError when they cannot be read."""
+    with reading(path):
+        return pq.read_table(path, columns=list(columns), page_checksum_verification=True)
+
+
 def open_part(path: Path, columns: pa.Schema = COLUMNS, footer: pq.FileMetaData | None = None) -> pq.ParquetFile:
     """The part, whose `footer` need not be parsed again where it is known.
 
     Raises DamageError when it is no Parquet file or has other columns than a trace (or `columns`).
     """
     with reading(path):
-        file = pq.ParquetFile(path, metadata=footer, memory_map=True)
+        file = pq.ParquetFile(path, metadata=footer, memory_map=True, page_checksum_verification=True)
         if not file.schema_arrow.remove_metadata().equals(columns):
             raise DamageError("its columns are not those of a trace")
     return file
@@ -132,7 +140,7 @@ def reading(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (pa.ArrowException, OSError, DamageError) as error:
+    except (pa.ArrowException, OSError, DamageError, json.JSONDecodeError, UnicodeDecodeError) as error:
         if getattr(error, "errno", None) is not None:
             raise
         raise DamageError(f"{path}: damaged ({error}); {REMEDY}") from None

@@ -48,7 +48,7 @@ class Shard:
     def parse(cls, text: str) -> "Shard":
         """From `i/n`. Raises InputError for anything else."""
         index, _, count = text.partition("/")
-        if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        if not (text.isascii() and index.isdecimal() and count.isdecimal() and int(index) < int(count)):
             raise InputError(f"--shard {text}: give i/n with i from 0 to n - 1, for instance 0/4")
         return cls(int(index), int(count))
 

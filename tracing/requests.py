@@ -7,12 +7,18 @@ import hashlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 
+import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from ecospec.configs.errors import InputError
+from ecospec.configs.errors import InputError, brief
 from ecospec.configs.files import sha256_json
 from ecospec.data.prompts import Prompt, after, answered
+
+TEMPLATE_DATE = datetime(2025, 1, 1)
+_DATE_PARTS = " | ".join(f"replace('%{part}', '{TEMPLATE_DATE.strftime('%' + part)}')" for part in "YymdBbAaHMSjIp")
+_FIXED_DATE = f"{{%- macro strftime_now(format) -%}}{{{{- format | {_DATE_PARTS} -}}}}{{%- endmacro -%}}"
 
 
 @dataclass(frozen=True)
@@ -69,12 +75,28 @@ def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, chat_template
     if in_chat_template(prompt, tokenizer, chat_template):
         roles = itertools.cycle(["user", "assistant"])
         messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        ids = _templated(messages, prompt, tokenizer)
     else:
         ids = tokenizer("\n\n".join(texts))["input_ids"]
     if not ids:
         raise InputError(f"sample {prompt.sample_id}: its prompt has no tokens; remove the row")
     return ids
+
+
+def _templated(messages: list[dict], prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """In a template that writes today's date it is always `TEMPLATE_DATE`, so that a prompt is the same every day."""
+    template = tokenizer.get_chat_template()
+    if "strftime_now" in template:
+        template = _FIXED_DATE + template
+    try:
+        return tokenizer.apply_chat_template(
+            messages, chat_template=template, add_generation_prompt=True, return_dict=False
+        )
+    except jinja2.TemplateError as error:
+        raise InputError(
+            f"sample {prompt.sample_id}: the target's chat template cannot take it ({brief(error)}); "
+            "give --chat_template false"
+        ) from None
 
 
 def in_chat_template(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, chat_template: bool | None) -> bool:
@@ -107,8 +129,12 @@ def request_key(identity: dict, request: Request) -> str:
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash of the whole tokenizer, merges and normalisers included, or of its vocabulary where it is a slow one."""
+    """Hash of the whole tokenizer, merges and normalisers included, or of its vocabulary where it is a slow one, and of
+    its chat template where it has one."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return sha256_json(tokenizer.get_vocab())
-    return hashlib.sha256(backend.to_str().encode()).hexdigest()
+    whole = sha256_json(tokenizer.get_vocab()) if backend is None else _sha256(backend.to_str())
+    return sha256_json([whole, tokenizer.chat_template]) if tokenizer.chat_template else whole
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -15,7 +15,7 @@ from ecospec.data.prompts import after, answered, read_prompts
 from ecospec.tracing.config import TraceConfig
 from ecospec.tracing.engine import Engine, Sampling, TransformersEngine
 from ecospec.tracing.header import KEYED, trace_header
-from ecospec.tracing.layout import MANIFEST, encode_experts, read_manifest, split_of
+from ecospec.tracing.layout import MANIFEST, REJECTED, encode_experts, read_manifest, split_of
 from ecospec.tracing.plan import PlannedBatch, Sample, Shard, plan_rounds, plan_samples
 from ecospec.tracing.replicas import Replica, replica_of, shared
 from ecospec.tracing.requests import Request, answer_text, encode
@@ -58,10 +58,10 @@ def run_trace(config: TraceConfig) -> None:
     job = _prepare(config)
     folder = TraceFolder(config.output, job.header)
     if config.retry_rejected:
-        folder.forget_rejected(delete=job.replica.writes)
+        folder.forget_rejected()
     elif folder.complete:
         folder.require_finished(job.keys)
-        log.info("%s is already complete: %d samples, nothing to do", config.output, len(job.samples))
+        _say_complete(job, folder, "is already complete, nothing to do")
         return
     pending = [_pending(batches, folder) for batches in job.rounds]
     todo = sum(map(len, pending))
@@ -101,6 +101,8 @@ def _pending(batches: Sequence[PlannedBatch], folder: TraceFolder) -> list[Plann
 
 def _trace(job: Job, folder: TraceFolder, pending: Sequence[Sequence[PlannedBatch]]) -> None:
     engine = _open_engine(job)
+    if job.config.retry_rejected and job.replica.writes:
+        folder.delete_rejected()
     try:
         for batches in filter(None, pending):
             _trace_round(job, engine, folder, batches)
@@ -207,16 +209,20 @@ def _conclude(job: Job, folder: TraceFolder) -> None:
         left = len(set(job.keys) - folder.done)
         log.info("%s: this shard is done; %d of %d samples are left to others", folder.folder, left, len(job.keys))
         return
+    _say_complete(job, folder, "is complete")
+
+
+def _say_complete(job: Job, folder: TraceFolder, how: str) -> None:
+    """Log what a complete folder holds. Raises DamageError when nothing but rejected samples."""
     refused = folder.rejected()
     for sample_id, reason in list(refused.items())[:SHOWN_REJECTIONS]:
         log.warning("rejected: sample %s: %s", sample_id, reason)
-    written = len(job.keys) - len(refused)
-    if not written:
-        raise DamageError(
-            f"{folder.folder}: every sample was rejected, as said above; mend that, then --retry_rejected"
-        )
-    counts = (len(job.keys), written, len(refused))
-    log.info("%s is complete: %d samples expected = %d written + %d rejected", folder.folder, *counts)
+    if len(refused) > SHOWN_REJECTIONS:
+        log.warning("rejected: %d more, in %s", len(refused) - SHOWN_REJECTIONS, folder.folder / REJECTED)
+    counts = (len(job.keys), len(job.keys) - len(refused), len(refused))
+    log.info("%s %s: %d samples expected = %d written + %d rejected", folder.folder, how, *counts)
+    if len(refused) == len(job.keys):
+        raise DamageError(f"{folder.folder}: every sample was rejected, for the reasons above")
 
 
 def _row(sample: Sample, routed: Routed, shape: MoeShape) -> dict:

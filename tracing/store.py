@@ -1,17 +1,19 @@
 """Write a trace folder so that a kill at any moment loses only what was not yet committed, beside other workers.
 
 A commit is a part becoming visible by rename; it holds whole batches. What is finished is read from the key columns of
-the visible parts, never from names or counts, and again before each commit: a sample that another worker has finished
-meanwhile is not written twice. Knows nothing about models or about what the rows mean.
+the visible parts, never from names or counts, and again before each commit, under a lock: a sample that another worker
+has finished meanwhile is not written twice. Knows nothing about models or about what the rows mean.
 """
 
 import contextlib
+import errno
+import fcntl
 import json
 import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -24,10 +26,12 @@ from ecospec.tracing.layout import (
     COLUMNS,
     HEADER_KEY,
     LEFTOVERS,
+    LOCK,
     MANIFEST,
     PARTS,
     REJECTED,
     REJECTED_COLUMNS,
+    read_columns,
     read_manifest,
     reading,
 )
@@ -62,14 +66,17 @@ class TraceFolder:
     def refresh(self) -> None:
         """Read the keys of parts that have become visible, whoever wrote them, into `done`."""
         for path in {*self.folder.glob(PARTS), *self.folder.glob(REJECTED)} - self._keys.keys():
+            table = read_columns(path, ["key"])
             with reading(path):
-                table = pq.read_table(path, columns=["key"])
-            self._require_same(json.loads((table.schema.metadata or {}).get(HEADER_KEY, b"{}")))
+                header = json.loads((table.schema.metadata or {}).get(HEADER_KEY, b"{}"))
+            self._require_same(header)
             self._keys[path] = table["key"].to_pylist()
             self.done.update(self._keys[path])
 
     def require_finished(self, expected: Collection[str]) -> None:
-        """Raises DamageError when the parts of a complete folder lack a key of `expected`."""
+        """Raises DamageError when the parts of a complete folder lack a key of `expected`, InputError when they hold
+        another job's."""
+        self._require_own(expected)
         missing = len(set(expected) - self.done)
         if missing:
             raise DamageError(
@@ -77,13 +84,16 @@ class TraceFolder:
                 f"delete {MANIFEST} and run the same ecospec-trace command again"
             )
 
-    def forget_rejected(self, delete: bool = True) -> None:
-        """Let rejected samples be tried again; `delete` the manifest, then the parts that hold them."""
-        if delete:
-            (self.folder / MANIFEST).unlink(missing_ok=True)
+    def forget_rejected(self) -> None:
+        """Count rejected samples as not done; `delete_rejected` makes that so in the folder."""
         for path in [path for path in self._keys if path.match(REJECTED)]:
             self.done.difference_update(self._keys.pop(path))
-            if delete:
+
+    def delete_rejected(self) -> None:
+        """Delete the manifest, then the parts that hold rejected samples."""
+        with self._locked():
+            (self.folder / MANIFEST).unlink(missing_ok=True)
+            for path in self.folder.glob(REJECTED):
                 path.unlink()
 
     def answers(self, keys: Collection[str]) -> dict[str, list[int]]:
@@ -91,8 +101,7 @@ class TraceFolder:
         found = {}
         for path, held in self._keys.items():
             if path.match(PARTS) and not set(keys).isdisjoint(held):
-                with reading(path):
-                    table = pq.read_table(path, columns=["key", "input_ids", "prompt_len"])
+                table = read_columns(path, ["key", "input_ids", "prompt_len"])
                 rows = table.filter(pc.is_in(table["key"], pa.array(keys, pa.string()))).to_pylist()
                 found |= {row["key"]: row["input_ids"][row["prompt_len"] :] for row in rows}
         return found
@@ -101,8 +110,7 @@ class TraceFolder:
         """By sample id why samples were rejected."""
         reasons = {}
         for path in sorted(path for path in self._keys if path.match(REJECTED)):
-            with reading(path):
-                table = pq.read_table(path, columns=["sample_id", "reason"])
+            table = read_columns(path, ["sample_id", "reason"])
             reasons |= dict(zip(*(column.to_pylist() for column in table.columns), strict=True))
         return reasons
 
@@ -118,6 +126,10 @@ class TraceFolder:
 
     def commit(self) -> None:
         """Make what has gathered visible, as one part, and the rejected samples as another."""
+        with self._locked():
+            self._commit()
+
+    def _commit(self) -> None:
         self.refresh()
         for kind, tables in self._pending.items():
             new = [table for table in map(self._unfinished, tables) if len(table)]
@@ -128,12 +140,15 @@ class TraceFolder:
     def finalise(self, expected: Collection[str]) -> bool:
         """Commit the rest; once every key of `expected` is there, write the manifest and return True.
 
-        Raises DamageError when the parts hold a key that is not expected, or one twice.
+        Raises InputError when the parts hold a key that is not expected, DamageError when they hold one twice.
         """
-        self.commit()
+        with self._locked():
+            self._commit()
+            return self._finalise(expected)
+
+    def _finalise(self, expected: Collection[str]) -> bool:
+        self._require_own(expected)
         counts = Counter(key for keys in self._keys.values() for key in keys)
-        if counts.keys() - set(expected):
-            raise DamageError(f"{self.folder}: holds samples that are not of this job; choose another folder")
         twice = next((key for key, count in counts.items() if count > 1), None)
         if twice is not None:
             names = sorted(path.name for path, keys in self._keys.items() if twice in keys)
@@ -141,16 +156,23 @@ class TraceFolder:
                 f"{self.folder}: {' and '.join(names)} hold the same sample; delete one of them and run the same "
                 "ecospec-trace command again"
             )
-        if len(counts) < len(set(expected)):
-            return False
+        if len(counts) < len(set(expected)) or self.complete:
+            return self.complete  # where another worker was first
         parts, rejected = (self._listed(pattern) for pattern in (PARTS, REJECTED))
         written, refused = (sum(part["rows"] for part in group) for group in (parts, rejected))
         samples = {"samples": {"written": written, "rejected": refused}}
         listed = {"parts": parts, "rejected_parts": rejected, "provenance": provenance()}
-        self._remove_leftovers(LEFTOVERS[:2], 0)  # another worker may be writing this very manifest
         write_json(self.folder / MANIFEST, self.header | samples | listed)
         _flush_folder(self.folder)
+        (self.folder / LOCK).unlink(missing_ok=True)  # nothing is left that another worker could write
         return True
+
+    def _require_own(self, expected: Collection[str]) -> None:
+        if not self.done.issubset(expected):
+            raise InputError(
+                f"--output {self.folder}: holds samples of another job (the same prompts in other tokens, perhaps); "
+                "choose another folder"
+            )
 
     def _unfinished(self, table: pa.Table) -> pa.Table:
         return table.filter(pc.invert(pc.is_in(table["key"], pa.array(self.done, pa.string()))))
@@ -170,22 +192,44 @@ class TraceFolder:
     def _open(self) -> None:
         if self.folder.exists() and not self.folder.is_dir():
             raise InputError(f"--output {self.folder}: is a file, not a folder")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        ours = (MANIFEST, PARTS, REJECTED, *LEFTOVERS)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"--output {self.folder}: cannot be made ({error.strerror}); choose another") from None
+        ours = (MANIFEST, LOCK, PARTS, REJECTED, *LEFTOVERS)
         foreign = [path.name for path in self.folder.iterdir() if not any(map(path.match, ours))]
         if foreign:
             raise InputError(f"--output {self.folder}: holds {min(foreign)}, so it is no trace folder; choose another")
         if self.complete:
             self._require_same(read_manifest(self.folder))
-        self._remove_leftovers(LEFTOVERS, LEFTOVER_SECONDS)
+        if not self.complete or any(self._leftovers()):
+            with self._locked() as alone:
+                self._remove_leftovers(0 if alone else LEFTOVER_SECONDS)
 
-    def _remove_leftovers(self, patterns: Sequence[str], seconds: float) -> None:
-        """Remove half-written files that are older than `seconds`; a younger one may be another worker's."""
-        for path in {path for pattern in patterns for path in self.folder.glob(pattern)}:
+    def _leftovers(self) -> set[Path]:
+        return {path for pattern in LEFTOVERS for path in self.folder.glob(pattern)}
+
+    def _remove_leftovers(self, seconds: float) -> None:
+        """Remove half-written files that are older than `seconds`: without locks a younger one may be being written."""
+        for path in self._leftovers():
             with contextlib.suppress(FileNotFoundError):  # it was completed, or another worker was faster
                 if time.time() - path.stat().st_mtime >= seconds:
                     path.unlink()
                     log.info("removed %s, which a stopped run left half-written", path.name)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[bool]:
+        """Keep other workers from making anything visible meanwhile; False where the file system has no locks."""
+        with (self.folder / LOCK).open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                    raise
+                log.warning("%s: no file locks here; start no shard twice at the same time", self.folder)
+                yield False
+            else:
+                yield True
 
     def _require_same(self, found: dict) -> None:
         differences = header_differences(found, self.header)
@@ -210,9 +254,11 @@ def header_differences(found: dict, wanted: dict, prefix: str = "") -> list[str]
 
 
 def _write_part(path: Path, batches: Sequence[pa.Table]) -> None:
-    """One row group a batch. No dictionary for what never repeats."""
+    """One row group a batch, checksums for its pages; no dictionary for what never repeats."""
     repeated = [name for name in ("dataset", "split", "reason") if name in batches[0].column_names]
-    with pq.ParquetWriter(path, batches[0].schema, compression="zstd", use_dictionary=repeated) as writer:
+    options = {"compression": "zstd", "use_dictionary": repeated, "write_statistics": repeated}
+    options |= {"write_page_checksum": True}
+    with pq.ParquetWriter(path, batches[0].schema, **options) as writer:
         for batch in batches:
             writer.write_table(batch)
 
