@@ -26,6 +26,10 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.replace(path)
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, f"{path} cannot be written: {os.strerror(error.errno)}") from error
     finally:
         partial.unlink(missing_ok=True)
 

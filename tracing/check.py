@@ -16,7 +16,9 @@ from ecospec.tracing.layout import (
     PARTS,
     REJECTED,
     REJECTED_COLUMNS,
+    REMEDY,
     decode_experts,
+    header_of,
     id_dtype,
     open_part,
     read_manifest,
@@ -24,6 +26,7 @@ from ecospec.tracing.layout import (
     require_sound_ids,
     split_of,
 )
+from ecospec.tracing.store import header_differences
 
 
 def check_folder(folder: str | Path) -> dict:
@@ -44,7 +47,7 @@ def check_folder(folder: str | Path) -> dict:
         _check_part(folder / part["file"], part, manifest, keys)
     written = len(keys)
     for part in manifest.get("rejected_parts", []):
-        _check_rejected(folder / part["file"], part, keys)
+        _check_rejected(folder / part["file"], part, manifest, keys)
     _require_all(folder, written, len(keys) - written, manifest)
     return manifest
 
@@ -53,7 +56,7 @@ def _require_listed(folder: Path, manifest: dict) -> None:
     listed = {part["file"] for part in (*manifest["parts"], *manifest.get("rejected_parts", []))}
     present = {path.name for pattern in (PARTS, REJECTED) for path in folder.glob(pattern)}
     for name in sorted(listed - present):
-        raise DamageError(f"{folder / name}: listed in the manifest but missing")
+        raise DamageError(f"{folder / name}: listed in the manifest but missing; {REMEDY}")
     for name in sorted(present - listed):
         raise DamageError(f"{folder / name}: not listed in the manifest; it does not belong to this trace")
 
@@ -71,7 +74,7 @@ def _require_all(folder: Path, found: int, refused: int, manifest: dict) -> None
 
 def _check_part(path: Path, part: dict, manifest: dict, keys: set[str]) -> None:
     """Check one part and add its keys to `keys`."""
-    file = _open_part(path, part)
+    file = _open_part(path, part, manifest)
     for group in range(file.num_row_groups):
         with reading(path):
             rows = file.read_row_group(group).to_pylist()
@@ -83,9 +86,9 @@ def _check_part(path: Path, part: dict, manifest: dict, keys: set[str]) -> None:
             _add_key(keys, row, path)
 
 
-def _check_rejected(path: Path, part: dict, keys: set[str]) -> None:
+def _check_rejected(path: Path, part: dict, manifest: dict, keys: set[str]) -> None:
     """Check one part of rejected samples and add their keys to `keys`."""
-    file = _open_part(path, part, REJECTED_COLUMNS)
+    file = _open_part(path, part, manifest, REJECTED_COLUMNS)
     with reading(path):
         rows = file.read().to_pylist()
     for row in rows:
@@ -100,10 +103,15 @@ def _add_key(keys: set[str], row: dict, path: Path) -> None:
     keys.add(row["key"])
 
 
-def _open_part(path: Path, part: dict, columns: pa.Schema = COLUMNS) -> pq.ParquetFile:
+def _open_part(path: Path, part: dict, manifest: dict, columns: pa.Schema = COLUMNS) -> pq.ParquetFile:
     if sha256_file(path) != part["sha256"]:
-        raise DamageError(f"{path}: its sha256 is not the manifest's; the file was changed or damaged")
+        raise DamageError(f"{path}: its sha256 is not the manifest's; the file was changed or damaged; {REMEDY}")
     file = open_part(path, columns)
+    differences = header_differences(manifest, header_of(file.schema_arrow, path))
+    if differences:
+        raise DamageError(
+            f"{path.parent / MANIFEST}: is not what {path.name} was written for ({'; '.join(differences)})"
+        )
     if file.metadata.num_rows != part["rows"]:
         raise DamageError(f"{path}: {file.metadata.num_rows} rows where the manifest says {part['rows']}")
     return file

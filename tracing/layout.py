@@ -107,11 +107,30 @@ def read_manifest(folder: str | Path) -> dict:
         for item in manifest[key] if isinstance(manifest[key], list) else [manifest[key]]:
             missing = required - set(item) if isinstance(item, dict) else required
             if missing:
-                raise DamageError(
-                    f"{path}: damaged ({key} without {', '.join(sorted(missing))}); "
-                    "delete it and run the same ecospec-trace command again"
-                )
+                raise _damaged(path, f"{key} without {', '.join(sorted(missing))}")
+    _require_numbers(manifest, path)
     return manifest
+
+
+def _require_numbers(manifest: dict, path: Path) -> None:
+    layers, counts = manifest["moe_layers"], [manifest["num_experts"], manifest["top_k"]]
+    if not (isinstance(layers, list) and layers and all(isinstance(layer, int) for layer in layers)):
+        raise _damaged(path, "moe_layers is no list of numbers")
+    if not all(isinstance(count, int) and count > 0 for count in counts) or counts[1] > counts[0]:
+        raise _damaged(path, "num_experts and top_k make no sense")
+    files = [part["file"] for part in (*manifest["parts"], *manifest.get("rejected_parts", []))]
+    if not all(isinstance(file, str) for file in files) or len(set(files)) < len(files):
+        raise _damaged(path, "parts are listed twice or without a name")
+
+
+def _damaged(path: Path, why: str) -> DamageError:
+    return DamageError(f"{path}: damaged ({why}); delete it and run the same ecospec-trace command again")
+
+
+def header_of(schema: pa.Schema, path: Path) -> dict:
+    """What the part `path` says of the job it was written for. Raises DamageError when that cannot be read."""
+    with reading(path):
+        return json.loads((schema.metadata or {}).get(HEADER_KEY, b"{}"))
 
 
 def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from ecospec.configs.errors import DamageError, InputError
-from ecospec.configs.files import provenance, write_json, write_text
+from ecospec.configs.files import provenance, replace_folder, write_json, write_text
 from ecospec.configs.progress import progress
 from ecospec.data.traces import Trace, TraceSet, read_traces
 from ecospec.tracing.agreement import AgreementTally, shared_choices, summarise_agreement
@@ -31,7 +31,7 @@ WINDOWS = 250_000  # of WIDTH tokens; traces with up to twice as many are counte
 
 
 def write_stats(folder: str | Path, output: str | Path, compare: str | Path | None = None) -> dict:
-    """Write the three files into `output`, each atomically, and return what `stats.json` holds.
+    """Write the three files as the folder `output` and return what `stats.json` holds.
 
     Raises InputError when `folder` or `compare` is no trace folder, is empty, or has nothing in common with the other;
     DamageError for what is damaged.
@@ -51,9 +51,13 @@ def write_stats(folder: str | Path, output: str | Path, compare: str | Path | No
         stats["agreement"] = compare_traces(traces, others)
     stats["provenance"] = provenance()
     loads = {name: tally.counts_LE for name, tally in tallies.items()}
-    write_text(output / LOAD_FILE, json.dumps(expert_load(loads, traces.manifest, overall.tokens)) + "\n")
-    write_text(output / PAGE_FILE, render_stats(stats, loads))
-    write_json(output / STATS_FILE, stats)
+
+    def write(target: Path) -> None:
+        write_text(target / LOAD_FILE, json.dumps(expert_load(loads, traces.manifest, overall.tokens)) + "\n")
+        write_text(target / PAGE_FILE, render_stats(stats, loads))
+        write_json(target / STATS_FILE, stats)
+
+    replace_folder(output, write)
     return stats
 
 

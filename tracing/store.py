@@ -31,9 +31,9 @@ from ecospec.tracing.layout import (
     PARTS,
     REJECTED,
     REJECTED_COLUMNS,
+    header_of,
     read_columns,
     read_manifest,
-    reading,
 )
 
 COMMIT_BYTES = 8 * 2**20  # of expert ids
@@ -67,9 +67,7 @@ class TraceFolder:
         """Read the keys of parts that have become visible, whoever wrote them, into `done`."""
         for path in {*self.folder.glob(PARTS), *self.folder.glob(REJECTED)} - self._keys.keys():
             table = read_columns(path, ["key"])
-            with reading(path):
-                header = json.loads((table.schema.metadata or {}).get(HEADER_KEY, b"{}"))
-            self._require_same(header)
+            self._require_same(header_of(table.schema, path))
             self._keys[path] = table["key"].to_pylist()
             self.done.update(self._keys[path])
 
