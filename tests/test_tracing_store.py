@@ -491,7 +491,7 @@ def test_a_prompt_without_a_sample_is_damage(folder: Path) -> None:
     manifest = read_json(folder / "manifest.json")
     manifest["prompts"][0]["samples"] = 7
     write_json(folder / "manifest.json", manifest)
-    with pytest.raises(DamageError, match="manifest.json: is not what part-.* was written for .prompts differs"):
+    with pytest.raises(DamageError, match=r"manifest.json: is not what part-.* was written for .prompts differs"):
         check_folder(folder)
 
 
