@@ -256,6 +256,23 @@ def test_any_size_is_traced_and_read_back(case: str, tmp_path: Path) -> None:
     assert shape.num_experts - 8 < highest < shape.num_experts
 
 
+@pytest.mark.slow
+def test_ten_thousand_tiny_samples_and_a_huge_one_are_all_there(tmp_path: Path) -> None:
+    tiny_config("qwen3_moe", max_position_embeddings=2**17).save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    texts = [*("ab"[n % 2] for n in range(10_000)), "x" * 100_000]
+    prompts = write_prompts(tmp_path / "p.jsonl", [{"prompt": text, "answer": ""} for text in texts])
+    shape = shape_of(load_target_config(TargetConfig(name=str(tmp_path / "target"))))
+    options = ["--teacher-force", "--target.dtype", "bfloat16", "--batch-size", "64"]
+    with StubServer(shape) as server:
+        assert main(words(tmp_path / "target", prompts, tmp_path / "t", *asking(server, *options))) == 0
+    rows = rows_of(tmp_path / "t")
+    assert len(rows) == 10_001
+    assert {name: len(row[2]) for name, row in rows.items()} == {f"p/{n}/0": len(text) for n, text in enumerate(texts)}
+    for name in ("p/0/0", "p/1/0", "p/10000/0"):
+        assert np.array_equal(rows[name][3], true_experts(rows[name][2], shape))
+
+
 def test_a_batch_system_s_signal_leaves_a_state_to_go_on_from(target: Path, prompts: Path, tmp_path: Path) -> None:
     def work() -> int:
         add = store.TraceFolder.add

@@ -8,13 +8,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import datasets
-import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from torch.utils.data import DataLoader
 
 from ecospec.configs.errors import DamageError, InputError
 from ecospec.configs.files import read_json, sha256_file, write_json
@@ -24,59 +21,12 @@ from ecospec.tracing.check import check_folder
 from ecospec.tracing.export import export_tokens
 from ecospec.tracing.layout import COLUMNS, decode_experts, encode_experts, id_dtype, reading, split_of
 from ecospec.tracing.store import TraceFolder
-
-L, K = 3, 2
-KEYS = [f"key{i}" for i in range(6)]
-
-
-def header(num_experts: int = 8, seed: int = 0, samples: int = 6) -> dict:
-    return {
-        "schema": 1,
-        "target": {"name": "tiny", "config_sha256": "c0ffee"},
-        "moe_layers": [1, 2, 4],
-        "num_experts": num_experts,
-        "top_k": K,
-        "id_dtype": id_dtype(num_experts).name,
-        "byte_order": "little",
-        "layout": "T,L,K",
-        "prompts": [{"dataset": "lab/maths", "samples": samples}],
-        "generation": {"seed": seed},
-    }
-
-
-def random_experts(T: int, num_experts: int = 8, seed: int = 0) -> np.ndarray:
-    generator = np.random.default_rng(seed)
-    return np.stack([generator.permutation(num_experts)[:K] for _ in range(T * L)]).reshape(T, L, K)
-
-
-def row(index: int, num_experts: int = 8) -> dict:
-    T = 4 + index
-    return {
-        "key": KEYS[index],
-        "sample_id": f"lab/maths/{index}/0",
-        "dataset": "lab/maths",
-        "turn": 0,
-        "input_ids": list(range(T)),
-        "prompt_len": 3,
-        "experts": encode_experts(random_experts(T, num_experts, seed=index), num_experts),
-        "split": split_of("lab/maths", index),
-    }
-
-
-def refused(index: int) -> dict:
-    identity = {name: row(index)[name] for name in ("key", "sample_id", "dataset", "turn")}
-    return identity | {"reason": "too long"}
+from tests.trace_folders import KEYS, K, L, complete_folder, header, random_experts, refused, row
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A complete trace folder of six samples in three parts."""
-    monkeypatch.setattr(store, "COMMIT_SECONDS", 0.0)
-    opened = TraceFolder(tmp_path / "traces", header())
-    for first in (0, 2, 4):
-        opened.add([row(first), row(first + 1)])
-    opened.finalise(KEYS)
-    return tmp_path / "traces"
+def folder(tmp_path: Path) -> Path:
+    return complete_folder(tmp_path / "traces")
 
 
 def rewrite_part(folder: Path, change: Callable[[list[dict]], list[dict] | pa.Table]) -> None:
@@ -493,47 +443,3 @@ def test_a_prompt_without_a_sample_is_damage(folder: Path) -> None:
     write_json(folder / "manifest.json", manifest)
     with pytest.raises(DamageError, match=r"manifest.json: is not what part-.* was written for .prompts differs"):
         check_folder(folder)
-
-
-def test_the_exported_table_has_a_row_a_token_with_its_own_ids(folder: Path, tmp_path: Path) -> None:
-    tokens = sum(4 + index for index in range(6))
-    assert export_tokens(folder, tmp_path / "sql") == tokens
-    rows = pq.read_table(tmp_path / "sql" / "tokens.parquet").to_pylist()
-    assert len(rows) == tokens
-    traces = {trace.sample_id: trace for trace in read_traces(folder)}
-    for found in rows:
-        trace, position = traces[found["sample_id"]], found["position"]
-        assert found["token_id"] == trace.input_ids[position]
-        assert found["is_prompt"] == (position < 3)
-        assert (found["dataset"], found["split"]) == (trace.dataset, trace.split)
-        ids = [found[f"experts_layer_{layer}"] for layer in (1, 2, 4)]
-        assert np.array_equal(ids, trace.experts[position])
-
-
-def test_the_datasets_library_reads_the_same_bytes(folder: Path, tmp_path: Path) -> None:
-    parts = sorted(map(str, folder.glob("part-*")))
-    loaded = datasets.load_dataset("parquet", data_files=parts, split="train", cache_dir=str(tmp_path / "cache"))
-    assert {found["key"]: found["experts"] for found in loaded} == {row(i)["key"]: row(i)["experts"] for i in range(6)}
-
-
-@pytest.mark.parametrize("split", [None, "train", "test"])
-def test_datasets_and_a_loader_give_the_samples_of_read_traces(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: str | None
-) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    traces = read_traces(folder, split)
-    expected = {trace.key: trace.experts.tolist() for trace in traces}
-    assert {row["key"]: row["experts"].tolist() for row in traces.to_datasets()} == expected
-    loader = DataLoader(traces, batch_size=2, num_workers=2, collate_fn=list, multiprocessing_context="fork")
-    assert {trace.key: trace.experts.tolist() for batch in loader for trace in batch} == expected
-
-
-def test_duckdb_reads_the_ids_by_the_manifest_alone(folder: Path) -> None:
-    manifest = read_json(folder / "manifest.json")
-    shape = {"T": -1, "L": len(manifest["moe_layers"]), "K": manifest["top_k"]}
-    paths = [str(folder / part["file"]) for part in manifest["parts"]]
-    found = duckdb.sql(f"SELECT key, experts FROM read_parquet({paths})").fetchall()
-    dtype = np.dtype(manifest["id_dtype"]).newbyteorder(manifest["byte_order"])
-    axes = [shape[letter] for letter in manifest["layout"].split(",")]
-    ids = {key: np.frombuffer(value, dtype).reshape(axes).tolist() for key, value in found}
-    assert ids == {trace.key: trace.experts.tolist() for trace in read_traces(folder)}

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ecospec.configs.cli import parse
 from ecospec.configs.errors import InputError
 from ecospec.configs.schema import TargetConfig
 from ecospec.data.prompts import Prompt
@@ -22,7 +21,7 @@ from ecospec.data.traces import read_traces
 from ecospec.tracing import vllm
 from ecospec.tracing.check import check_folder
 from ecospec.tracing.cli import main
-from ecospec.tracing.config import EngineConfig, TraceConfig
+from ecospec.tracing.config import EngineConfig
 from ecospec.tracing.engine import Batch, Outcome, Sampling
 from ecospec.tracing.requests import Request
 from ecospec.tracing.target import MoeShape, load_target_config, shape_of
@@ -482,28 +481,3 @@ def test_one_sample_of_a_hundred_thousand_tokens(stub: StubServer) -> None:
     ids = np.random.default_rng(0).integers(1, 500, 100_000).tolist()
     request = Request(Prompt("d/0/0", "d", 0, 0, ""), ids, [])
     assert_true(traced(engine_of(stub), [request])["d/0/0"], request, ids)
-
-
-# Keys
-
-
-def test_engine_keys_have_short_forms_and_sane_values() -> None:
-    words = ["--engine", "vllm", "--url", "http://a:8000,http://b:8000", "--engine.in_flight", "8"]
-    engine = parse("ecospec-trace run", TraceConfig, words)[0].engine
-    assert (engine.kind, engine.url, engine.in_flight) == ("vllm", ["http://a:8000", "http://b:8000"], 8)
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["--engine", "vllm"], "--engine.url"),
-        (["--url", "http://a:1"], "--engine vllm"),
-        (["--engine", "vllm", "--url", "a:8000"], "--engine.url a:8000"),
-        (["--engine.timeout", "0"], "--engine.timeout 0.0"),
-        (["--engine.in_flight", "0"], "--engine.in_flight 0"),
-        (["--engine.retries", "-1"], "--engine.retries -1"),
-    ],
-)
-def test_a_senseless_engine_key_is_named(words: list[str], named: str) -> None:
-    with pytest.raises(InputError, match=named):
-        parse("ecospec-trace run", TraceConfig, words)

@@ -1,0 +1,69 @@
+"""Whatever reads a trace folder, by our code or not, finds the ids that were written."""
+
+from pathlib import Path
+
+import datasets
+import duckdb
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from torch.utils.data import DataLoader
+
+from ecospec.configs.files import read_json
+from ecospec.data.traces import read_traces
+from ecospec.tracing.export import export_tokens
+from tests.trace_folders import complete_folder, row
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return complete_folder(tmp_path / "traces")
+
+
+def test_the_exported_table_has_a_row_a_token_with_its_own_ids(folder: Path, tmp_path: Path) -> None:
+    tokens = sum(4 + index for index in range(6))
+    assert export_tokens(folder, tmp_path / "sql") == tokens
+    rows = pq.read_table(tmp_path / "sql" / "tokens.parquet").to_pylist()
+    assert len(rows) == tokens
+    traces = {trace.sample_id: trace for trace in read_traces(folder)}
+    for found in rows:
+        trace, position = traces[found["sample_id"]], found["position"]
+        assert found["token_id"] == trace.input_ids[position]
+        assert found["is_prompt"] == (position < 3)
+        assert (found["dataset"], found["split"]) == (trace.dataset, trace.split)
+        ids = [found[f"experts_layer_{layer}"] for layer in (1, 2, 4)]
+        assert np.array_equal(ids, trace.experts[position])
+
+
+def test_the_datasets_library_reads_the_same_bytes(folder: Path, tmp_path: Path) -> None:
+    parts = sorted(map(str, folder.glob("part-*")))
+    loaded = datasets.load_dataset("parquet", data_files=parts, split="train", cache_dir=str(tmp_path / "cache"))
+    assert {found["key"]: found["experts"] for found in loaded} == {row(i)["key"]: row(i)["experts"] for i in range(6)}
+
+
+@pytest.mark.parametrize("split", [None, "train", "test"])
+def test_datasets_and_a_loader_give_the_samples_of_read_traces(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: str | None
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    traces = read_traces(folder, split)
+    expected = {trace.key: trace.experts.tolist() for trace in traces}
+    assert {row["key"]: row["experts"].tolist() for row in traces.to_datasets()} == expected
+    loader = DataLoader(traces, batch_size=2, num_workers=2, collate_fn=list, multiprocessing_context="fork")
+    assert {trace.key: trace.experts.tolist() for batch in loader for trace in batch} == expected
+
+
+def test_duckdb_reads_the_ids_by_the_manifest_alone(folder: Path) -> None:
+    manifest = read_json(folder / "manifest.json")
+    shape = {"T": -1, "L": len(manifest["moe_layers"]), "K": manifest["top_k"]}
+    paths = [str(folder / part["file"]) for part in manifest["parts"]]
+    found = duckdb.sql(f"SELECT key, experts FROM read_parquet({paths})").fetchall()
+    dtype = np.dtype(manifest["id_dtype"]).newbyteorder(manifest["byte_order"])
+    axes = [shape[letter] for letter in manifest["layout"].split(",")]
+    ids = {key: np.frombuffer(value, dtype).reshape(axes).tolist() for key, value in found}
+    assert ids == {trace.key: trace.experts.tolist() for trace in read_traces(folder)}
+
+
+def test_a_slice_is_the_samples_of_its_places(folder: Path) -> None:
+    traces = read_traces(folder)
+    assert [trace.key for trace in traces[1:5:2]] == [traces[1].key, traces[3].key]

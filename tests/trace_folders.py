@@ -1,0 +1,63 @@
+"""A small trace folder of made-up samples, for whatever writes, reads and checks such folders.
+
+Letters: T tokens, L MoE layers, K experts per token.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from ecospec.tracing.layout import encode_experts, id_dtype, split_of
+from ecospec.tracing.store import TraceFolder
+
+L, K = 3, 2
+KEYS = [f"key{i}" for i in range(6)]
+
+
+def header(num_experts: int = 8, seed: int = 0, samples: int = 6) -> dict:
+    return {
+        "schema": 1,
+        "target": {"name": "tiny", "config_sha256": "c0ffee"},
+        "moe_layers": [1, 2, 4],
+        "num_experts": num_experts,
+        "top_k": K,
+        "id_dtype": id_dtype(num_experts).name,
+        "byte_order": "little",
+        "layout": "T,L,K",
+        "prompts": [{"dataset": "lab/maths", "samples": samples}],
+        "generation": {"seed": seed},
+    }
+
+
+def random_experts(T: int, num_experts: int = 8, seed: int = 0) -> np.ndarray:
+    generator = np.random.default_rng(seed)
+    return np.stack([generator.permutation(num_experts)[:K] for _ in range(T * L)]).reshape(T, L, K)
+
+
+def row(index: int, num_experts: int = 8) -> dict:
+    T = 4 + index
+    return {
+        "key": KEYS[index],
+        "sample_id": f"lab/maths/{index}/0",
+        "dataset": "lab/maths",
+        "turn": 0,
+        "input_ids": list(range(T)),
+        "prompt_len": 3,
+        "experts": encode_experts(random_experts(T, num_experts, seed=index), num_experts),
+        "split": split_of("lab/maths", index),
+    }
+
+
+def refused(index: int) -> dict:
+    identity = {name: row(index)[name] for name in ("key", "sample_id", "dataset", "turn")}
+    return identity | {"reason": "too long"}
+
+
+def complete_folder(path: Path) -> Path:
+    """A complete trace folder of six samples in three parts."""
+    opened = TraceFolder(path, header())
+    for first in (0, 2, 4):
+        opened.add([row(first), row(first + 1)])
+        opened.commit()
+    opened.finalise(KEYS)
+    return path
