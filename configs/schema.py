@@ -32,6 +32,12 @@ class TargetConfig:
 
 
 @dataclass
+class PredictorConfig:
+    path: str | None = "lab"
+    """Folder that `ecospec-train predictor` exported, or `lab`."""
+
+
+@dataclass
 class PromptConfig:
     prompts: str | None = None
     """JSON Lines file of rows with `prompt` (and `answer`), or text with a prompt a line; wins over `datasets`."""

@@ -5,9 +5,9 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ecospec.configs.schema import TargetConfig
+from ecospec.configs.schema import PredictorConfig, TargetConfig
 from ecospec.inference.assemble import MethodPlan, Workshop
-from ecospec.inference.config import DrafterConfig, PredictorConfig, SelectionConfig
+from ecospec.inference.config import DrafterConfig, SelectionConfig
 from ecospec.inference.decoder import Method
 from ecospec.inference.drafters.base import BatchDrafter, Drafter
 from ecospec.inference.footprints import FootprintSource, PredictorFootprints

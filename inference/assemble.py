@@ -1,23 +1,19 @@
 """From configuration to working parts: drafter, predictor, footprint source, and the methods of a comparison."""
 
 import dataclasses
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
-
 from ecospec.configs.cli import SHORT_FORMS, override
-from ecospec.configs.errors import InputError, brief
+from ecospec.configs.errors import InputError
+from ecospec.configs.schema import PredictorConfig
 from ecospec.data.traces import TraceSet, read_traces
 from ecospec.inference.config import (
     BASELINES,
     DecodeConfig,
     DrafterConfig,
     MethodConfig,
-    PredictorConfig,
     SelectionConfig,
 )
 from ecospec.inference.decoder import Method
@@ -31,7 +27,7 @@ from ecospec.inference.footprints import FootprintSource, PredictorFootprints, T
 from ecospec.inference.selection import NEEDS_FOOTPRINTS
 from ecospec.predictor.model import ExpertPredictor, load_predictor
 from ecospec.predictor.simple import fit_tables
-from ecospec.tracing.target import Target, lab_folder, resolve_target
+from ecospec.tracing.target import Target, part_folder, resolve_target
 
 
 @dataclass(frozen=True)
@@ -137,27 +133,6 @@ class Workshop:
     def _tables(self) -> dict:
         traces = open_traces(self.traces, self.target.shape.counts, self.target.config_sha256)
         return fit_tables(traces, self.target.shape.vocab_size)
-
-
-def part_folder(path: str | None, part: str) -> Path:
-    """The folder of a drafter or predictor; `lab` is the shipped one. Raises InputError when there is none."""
-    if path is None:
-        raise InputError(f"--{part}.path: not given")
-    folder = lab_folder(part) if path == "lab" else Path(path)
-    if not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", path):
-        return _from_hub(path, part)
-    if not (folder / "config.json").is_file():
-        raise InputError(f"--{part}.path {path}: the folder {folder} has no config.json")
-    return folder
-
-
-def _from_hub(name: str, part: str) -> Path:
-    """The local copy of a hub repository, fetched where it is not cached. Raises InputError when it cannot be had."""
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.bin"]))
-    except (OSError, ValueError, HfHubHTTPError) as error:
-        why = f"no such folder, and not to be had from the hub ({brief(error)})"
-        raise InputError(f"--{part}.path {name}: {why}") from None
 
 
 def draft_model_source(config: DrafterConfig) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ecospec.configs.errors import InputError
-from ecospec.configs.schema import PromptConfig, TargetConfig
+from ecospec.configs.schema import PredictorConfig, PromptConfig, TargetConfig
 
 LEAST_TEMPERATURE = 1e-3  # below it logits overflow
 BASELINES = ("none", "hf_greedy")  # our plain loop; Transformers' own `generate`
@@ -33,12 +33,6 @@ class DrafterConfig:
         base, layers = self.rope_theta, self.feature_layers
         _require(base is None or 0 < base < math.inf, "drafter.rope_theta", base, "must be positive")
         _require(layers is None or bool(layers), "drafter.feature_layers", layers, "give at least one layer")
-
-
-@dataclass
-class PredictorConfig:
-    path: str | None = "lab"
-    """Folder that `ecospec-train predictor` exported, or `lab`."""
 
 
 @dataclass

@@ -12,7 +12,6 @@ from ecospec.inference.assemble import (
     draft_model_source,
     mtp_source,
     open_traces,
-    part_folder,
     plan_methods,
 )
 from ecospec.inference.config import DecodeConfig, DrafterConfig
@@ -28,6 +27,7 @@ from ecospec.tracing.target import (
     load_target_config,
     load_tokenizer,
     loading_options,
+    part_folder,
     resolve_target,
     shape_of,
 )

@@ -9,7 +9,7 @@ from ecospec.configs.errors import InputError
 from ecospec.configs.files import provenance, read_json, replace_folder, write_json
 from ecospec.data.prompts import Prompt, read_prompts
 from ecospec.data.traces import read_traces
-from ecospec.inference.assemble import MethodPlan, part_folder, plan_methods
+from ecospec.inference.assemble import MethodPlan, plan_methods
 from ecospec.inference.config import DecodeConfig
 from ecospec.inference.evaluate import Outcome, evaluate
 from ecospec.inference.preflight import preflight
@@ -17,7 +17,7 @@ from ecospec.inference.report import read_runs, write_report
 from ecospec.inference.report_tables import markdown_table
 from ecospec.inference.results import folder_name, summarise, write_steps
 from ecospec.inference.turns import require_room
-from ecospec.tracing.target import load_target, load_target_config, load_tokenizer
+from ecospec.tracing.target import load_target, load_target_config, load_tokenizer, part_folder
 
 
 def run_eval(config: DecodeConfig, output: Path) -> str:

@@ -23,6 +23,18 @@ def train_predictor(config: TrainConfig) -> None:
     print(f"written to {config.output}")
 
 
+def evaluate_predictor(config: TrainConfig) -> None:
+    """Print what an exported predictor and the simple ones are worth on a trace folder."""
+    from ecospec.predictor.evaluation import evaluate_predictor as evaluate
+    from ecospec.predictor.fit import prepare_process
+
+    prepare_process(config)
+    metrics = evaluate(config)
+    print(table({"predictor": metrics, **metrics["ladder"]}))
+    if config.output is not None:
+        print(f"written to {config.output}")
+
+
 def train_drafter(config: TrainConfig) -> None:
     """Fit an EAGLE-3 head and print how often the target agrees with it."""
     from ecospec.predictor.drafter import train_drafter as train
@@ -45,6 +57,7 @@ def table(rungs: dict[str, dict]) -> str:
 
 SUBCOMMANDS = (
     cli.Subcommand("predictor", "fit the expert predictor on a trace folder and export it", train_predictor),
+    cli.Subcommand("evaluate", "measure an exported predictor, and the simple ones, on traces", evaluate_predictor),
     cli.Subcommand("drafter", "fit an EAGLE-3 draft head on a target's own text and export it", train_drafter),
 )
 

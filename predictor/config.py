@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ecospec.configs.errors import InputError
-from ecospec.configs.schema import TargetConfig
+from ecospec.configs.schema import PredictorConfig, TargetConfig
 
 _POSITIVE = (
     "max_minutes",
@@ -81,6 +81,7 @@ class TrainConfig:
     target: TargetConfig = field(default_factory=TargetConfig)
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
+    predictor: PredictorConfig = field(default_factory=PredictorConfig)
     traces: str | None = None
     """Trace folder to learn from: its `train` samples; its `test` samples are held out."""
     output: str | None = None

@@ -27,7 +27,8 @@ from ecospec.inference.drafters.eagle3 import Eagle3Head, default_feature_layers
 from ecospec.predictor.config import HeadConfig, TrainConfig
 from ecospec.predictor.drafter_rollout import DraftBatch, rollout_losses, score, weighted_loss
 from ecospec.predictor.drafter_text import TargetText, read_text
-from ecospec.predictor.fit import export, open_traces, prepare_process, require_same_target, training_provenance
+from ecospec.predictor.evaluation import require_same_target
+from ecospec.predictor.fit import export, open_traces, prepare_process, training_provenance
 from ecospec.predictor.lightning import LOG_SECONDS, Limits, learning_rate_factor, optimizer_groups
 from ecospec.tracing.target import Target, load_target
 

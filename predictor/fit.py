@@ -1,14 +1,13 @@
 """From a trace folder to a predictor folder: check, fit, evaluate, export.
 
-The shell around `model`, `lightning`, `metrics` and `simple`; what it writes is the contract's predictor folder. It
+The shell around `model`, `lightning` and `evaluation`; what it writes is the contract's predictor folder. It
 never loads the target, only its configuration and its embedding table.
 
-Letters: N tokens of one decoding step, T tokens, L MoE layers, E experts, V vocabulary, D embedding width.
+Letters: L MoE layers, E experts, V vocabulary, D embedding width.
 """
 
 import logging
 import signal
-import statistics
 import sys
 import time
 import warnings
@@ -17,12 +16,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import lightning
-import numpy as np
 import torch
 import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, DynamicCache, PreTrainedConfig
+from transformers import AutoConfig, AutoModel, PreTrainedConfig
 
 from ecospec.configs.errors import InputError
 from ecospec.configs.files import provenance, replace_folder, require_new_folder, write_json
@@ -30,17 +28,13 @@ from ecospec.data.module import TraceDataModule
 from ecospec.data.traces import TraceSet, read_traces
 from ecospec.predictor.config import BackboneConfig, TrainConfig
 from ecospec.predictor.embedding import load_embedding
+from ecospec.predictor.evaluation import evaluate, require_same_target
 from ecospec.predictor.lightning import PredictorModule
-from ecospec.predictor.metrics import measure
 from ecospec.predictor.model import ExpertPredictor, ExpertPredictorConfig, embedding_hash, without_vocabulary
-from ecospec.predictor.simple import FrequencyPredictor, TokenPredictor, fit_tables
-from ecospec.tracing.target import MoeShape, config_hash, load_target_config, shape_of, weights_hash
+from ecospec.tracing.target import MoeShape, config_hash, load_target_config, shape_of
 
 # Of projected embeddings before training. Smaller, and the first attention layer drowns what the token is (measured).
 PROJECTED_RMS = 0.1
-STEP_TOKENS = 11  # nodes of the default draft tree (3 steps, top-2), root included
-STEP_CONTEXT = 256  # tokens before them
-STEP_REPEATS = 20
 
 
 def train_predictor(config: TrainConfig) -> dict:
@@ -69,22 +63,6 @@ def require_answers(traces: TraceSet, config: TrainConfig) -> None:
             raise InputError(
                 f"--traces {config.traces}: its {split} samples have no answer positions; trace more samples"
             )
-
-
-def require_same_target(traces: TraceSet, config: TrainConfig, shape: MoeShape, config_sha256: str) -> None:
-    """Raises InputError, naming both sides, when the traces were recorded on another model, or on other weights."""
-    target = traces.manifest["target"]
-    recorded = [traces.manifest["moe_layers"], traces.num_experts, traces.top_k, target["config_sha256"]]
-    given = [list(shape.layers), shape.num_experts, shape.top_k, config_sha256]
-    weights = target.get("weights_sha256"), weights_hash(config.target)
-    if None not in weights:
-        recorded.append(weights[0])
-        given.append(weights[1])
-    if recorded != given:
-        raise InputError(
-            f"--traces {config.traces}: recorded on {target['name']} ({_identity(*recorded)}), not on"
-            f" --target.name {config.target.name} ({_identity(*given)}); trace that target"
-        )
 
 
 def build_predictor(config: TrainConfig, shape: MoeShape, config_sha256: str, table_VD: Tensor) -> ExpertPredictor:
@@ -147,22 +125,6 @@ def run_trainer(trainer: lightning.Trainer, module: PredictorModule, data: Trace
             raise
         signal.signal(signal.SIGINT, handler)
         raise KeyboardInterrupt from None
-
-
-@torch.inference_mode()
-def evaluate(predictor: ExpertPredictor, traces: TraceSet) -> dict:
-    """The content of `metrics.json`: the predictor's numbers, and under `ladder` those of what it must beat.
-
-    `seconds_per_step` is the median time to predict one decoding step's draft tree.
-    """
-    predictor.eval().to("cuda" if torch.cuda.is_available() else "cpu")
-
-    def logits_of(input_ids_T: np.ndarray) -> Tensor:
-        return predictor(torch.from_numpy(input_ids_T.astype(np.int64))[None].to(predictor.device))[0]
-
-    ladder = fit_tables(traces, predictor.config.vocab_size)
-    numbers = measure(logits_of, traces) | {"seconds_per_step": _predictor_seconds(predictor)}
-    return numbers | {"ladder": {name: _simple_numbers(simple, traces) for name, simple in ladder.items()}}
 
 
 def open_traces(config: TrainConfig) -> TraceSet:
@@ -230,35 +192,3 @@ def _write(
     predictor.save_pretrained(folder)
     write_json(folder / "metrics.json", metrics)
     write_json(folder / "provenance.json", training_provenance(config, traces) | {"training": training})
-
-
-def _identity(layers: list[int], num_experts: int, top_k: int, config_sha256: str, weights_sha256: str = "") -> str:
-    routing = f"{len(layers)} MoE layers, {top_k} of {num_experts} experts, configuration {config_sha256[:8]}"
-    return f"{routing}, weights {weights_sha256[:8]}" if weights_sha256 else routing
-
-
-def _simple_numbers(simple: FrequencyPredictor | TokenPredictor, traces: TraceSet) -> dict:
-    ids_N = np.zeros(STEP_TOKENS, np.int32)
-    return measure(simple.logits, traces) | {"seconds_per_step": _median_seconds(lambda: simple.predict(ids_N))}
-
-
-def _predictor_seconds(predictor: ExpertPredictor) -> float:
-    """Median seconds to predict one step's tree: STEP_TOKENS new tokens after a cached context."""
-    ids = torch.arange(STEP_CONTEXT + STEP_TOKENS, device=predictor.device)[None] % predictor.config.vocab_size
-    cache = DynamicCache(config=predictor.config.backbone)
-    predictor(ids[:, :STEP_CONTEXT], cache=cache)
-
-    def step() -> None:
-        predictor(ids[:, STEP_CONTEXT:], cache=cache).cpu()
-        cache.crop(-STEP_TOKENS)
-
-    return _median_seconds(step)
-
-
-def _median_seconds(step: Callable[[], object]) -> float:
-    seconds = []
-    for _ in range(STEP_REPEATS):
-        began = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)

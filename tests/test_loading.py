@@ -7,12 +7,12 @@ import torch
 
 from ecospec.configs.errors import InputError
 from ecospec.configs.schema import TargetConfig
-from ecospec.inference.assemble import part_folder
 from ecospec.inference.cli import main
 from ecospec.inference.decoder import Method
 from ecospec.inference.generation import generate_with
 from ecospec.tracing import target as loading
 from ecospec.tracing.recorder import RoutingRecorder
+from ecospec.tracing.target import part_folder
 from tests.tiny import tiny_config
 
 

@@ -20,13 +20,12 @@ from transformers import AutoConfig, AutoModel
 
 from ecospec.configs.cli import parse
 from ecospec.configs.errors import InputError
-from ecospec.configs.schema import TargetConfig
 from ecospec.data.module import TraceDataModule
 from ecospec.data.traces import read_traces
 from ecospec.predictor import cli
 from ecospec.predictor.config import BackboneConfig, TrainConfig
-from ecospec.predictor.embedding import load_embedding
-from ecospec.predictor.fit import build_predictor, evaluate, fit, make_trainer, require_answers
+from ecospec.predictor.evaluation import evaluate
+from ecospec.predictor.fit import build_predictor, fit, make_trainer, require_answers
 from ecospec.predictor.lightning import FINAL_FACTOR, Limits, PredictorModule, learning_rate_factor
 from ecospec.predictor.model import ExpertPredictor
 from ecospec.tracing.cli import main as trace_main
@@ -221,14 +220,35 @@ def test_the_command_writes_the_predictor_folder_and_a_table(recorded, tiny_targ
     assert list(tmp_path.iterdir()) == [output]
 
 
-def test_an_exported_predictor_scores_what_its_metrics_say(recorded, tiny_target, tmp_path):
+def test_an_exported_predictor_scores_what_its_metrics_say(recorded, tiny_target, tmp_path, capsys):
     assert cli.main(command(tiny_target, recorded, tmp_path / "predictor")) == 0
     saved = json.loads((tmp_path / "predictor" / "metrics.json").read_text())
-    predictor = ExpertPredictor.from_pretrained(tmp_path / "predictor")
-    predictor.attach_embedding(load_embedding(TargetConfig(name=str(tiny_target))))
-    again = evaluate(predictor, read_traces(recorded))
-    assert again["overlap_by_layer"] == saved["overlap_by_layer"]
-    assert again["excess_loss"] == pytest.approx(saved["excess_loss"])
+    words = ["evaluate", "--target", str(tiny_target), "--traces", str(recorded)]
+    words += ["--predictor", str(tmp_path / "predictor"), "--output", str(tmp_path / "again")]
+    assert cli.main(words) == 0
+    again = json.loads((tmp_path / "again" / "metrics.json").read_text())
+    assert again.keys() == saved.keys() and again["ladder"].keys() == saved["ladder"].keys()
+    for found, expected in (
+        (again, saved),
+        *((again["ladder"][name], saved["ladder"][name]) for name in again["ladder"]),
+    ):
+        assert found["overlap_by_layer"] == expected["overlap_by_layer"]
+        assert found["excess_loss"] == pytest.approx(expected["excess_loss"])
+    capsys.readouterr()
+    assert cli.main(words) == 2
+    assert "--overwrite" in one_error_line(capsys)
+
+
+def test_a_predictor_is_evaluated_on_its_own_target_only(recorded, tiny_target, tmp_path, capsys):
+    other = tiny_target_folder(tmp_path / "other", seed=8)
+    of_target, of_other, traces = ["--target", str(tiny_target)], ["--target", str(other)], ["--traces", str(recorded)]
+    for words, named in (
+        ([*of_other, *traces], "recorded on"),
+        ([*of_target, *traces, "--predictor", "lab"], "trained for target lab"),
+        (of_target, "--traces"),
+    ):
+        assert cli.main(["evaluate", *words]) == 2
+        assert named in one_error_line(capsys)
 
 
 def test_a_finished_folder_is_kept_unless_overwrite_is_given(recorded, tiny_target, tmp_path, capsys):

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from ecospec.configs.schema import PromptConfig, TargetConfig
+from ecospec.configs.schema import PredictorConfig, PromptConfig, TargetConfig
 from ecospec.data import read_traces
 from ecospec.data.lab.card import shipped_weights
 from ecospec.data.prompts import read_prompts
 from ecospec.inference.assemble import MethodPlan, Workshop, plan_methods
-from ecospec.inference.config import DecodeConfig, DrafterConfig, MethodConfig, PredictorConfig, SelectionConfig
+from ecospec.inference.config import DecodeConfig, DrafterConfig, MethodConfig, SelectionConfig
 from ecospec.inference.evaluate import evaluate, sample_seed, sampling_options
 from ecospec.inference.generation import generate_with
 from ecospec.inference.offline import TREES

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 import yaml
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -68,6 +70,27 @@ class Target:
 def lab_folder(part: str) -> Path:
     """A folder of the shipped lab: `target`, `drafter`, `predictor`, `traces`, `trees` or `prompts`."""
     return Path(str(resources.files("ecospec.data.lab"))) / part
+
+
+def part_folder(path: str | None, part: str) -> Path:
+    """The folder of a drafter or predictor; `lab` is the shipped one. Raises InputError when there is none."""
+    if path is None:
+        raise InputError(f"--{part}.path: not given")
+    folder = lab_folder(part) if path == "lab" else Path(path)
+    if not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+        return _from_hub(path, part)
+    if not (folder / "config.json").is_file():
+        raise InputError(f"--{part}.path {path}: the folder {folder} has no config.json")
+    return folder
+
+
+def _from_hub(name: str, part: str) -> Path:
+    """The local copy of a hub repository, fetched where it is not cached. Raises InputError when it cannot be had."""
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.bin"]))
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        why = f"no such folder, and not to be had from the hub ({brief(error)})"
+        raise InputError(f"--{part}.path {name}: {why}") from None
 
 
 def resolve_target(name: str) -> str:

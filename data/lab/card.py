@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from ecospec.configs.files import sha256_file
-from ecospec.configs.schema import PromptConfig, TargetConfig
+from ecospec.configs.schema import PredictorConfig, PromptConfig, TargetConfig
 from ecospec.data.lab import measure
 from ecospec.data.lab.corpus import DOMAINS, Document
 from ecospec.data.lab.polish import Polish, decode_greedily
 from ecospec.data.prompts import Prompt, read_prompts
 from ecospec.data.traces import read_traces
 from ecospec.inference.assemble import Workshop
-from ecospec.inference.config import DrafterConfig, PredictorConfig
+from ecospec.inference.config import DrafterConfig
 from ecospec.inference.decoder import Method
 from ecospec.inference.generation import generate_with
 from ecospec.inference.statistics import Step
