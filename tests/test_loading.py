@@ -70,6 +70,6 @@ def test_a_drafter_that_is_neither_here_nor_on_the_hub_is_named(monkeypatch):
     def offline(name, **_):
         raise OSError("offline")
 
-    monkeypatch.setattr("ecospec.inference.assemble.snapshot_download", offline)
+    monkeypatch.setattr("ecospec.tracing.target.snapshot_download", offline)
     with pytest.raises(InputError, match=r"--drafter.path nobody/nothing: no such folder, and not to be had"):
         part_folder("nobody/nothing", "drafter")
