@@ -74,7 +74,8 @@ def test_the_command_traces_the_same_conversations_split_or_as_replicas(options:
         "--output",
         str(tmp_path / "two"),
     ]
-    subprocess.run(words, cwd=ROOT, check=True, capture_output=True, timeout=240)
+    done = subprocess.run(words, cwd=ROOT, check=False, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
     one, two = (
         {t.sample_id: (t.input_ids.tolist(), t.experts.tolist()) for t in read_traces(tmp_path / name)}
         for name in ("one", "two")

@@ -68,6 +68,13 @@ def shared(value: T, config: TargetConfig) -> T:
     return box[0]
 
 
+def part(config: TargetConfig) -> None:
+    """Let the processes of a split model wait for each other and close their connections: nothing is computed after."""
+    if model_parallel_size(config) > 1:
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
 def split_options(config: TargetConfig, model_config: PreTrainedConfig) -> dict:
     """Options of `from_pretrained` that split a model over the running processes; none for a whole one.
 

@@ -17,7 +17,7 @@ from ecospec.tracing.engine import Engine, Sampling, TransformersEngine
 from ecospec.tracing.header import KEYED, trace_header
 from ecospec.tracing.layout import MANIFEST, REJECTED, encode_experts, read_manifest, split_of
 from ecospec.tracing.plan import PlannedBatch, Sample, Shard, plan_rounds, plan_samples
-from ecospec.tracing.replicas import Replica, replica_of, shared
+from ecospec.tracing.replicas import Replica, part, replica_of, shared
 from ecospec.tracing.requests import Request, answer_text, encode
 from ecospec.tracing.store import TraceFolder, header_differences
 from ecospec.tracing.target import MoeShape, load_target, load_target_config, load_tokenizer, shape_of
@@ -106,6 +106,7 @@ def _trace(job: Job, folder: TraceFolder, pending: Sequence[Sequence[PlannedBatc
     try:
         for batches in filter(None, pending):
             _trace_round(job, engine, folder, batches)
+        part(job.config.target)
     except (KeyboardInterrupt, EngineError):
         if job.replica.writes:
             folder.commit()  # whole batches only: what was being traced is lost, what was traced is kept
