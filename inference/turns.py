@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from ecospec.data.prompts import Prompt, after, answered
 from ecospec.inference.config import DecodeConfig
 from ecospec.tracing.requests import answer_text, encode, require_context
-from ecospec.tracing.target import Target
+from ecospec.tracing.target import Target, context_of
 
 
 class Turns:
@@ -47,8 +47,3 @@ def require_room(
         said[prompt.sample_id] = answered(unanswered, "")
         requests = encode([unanswered], tokenizer, teacher_force=False, chat_template=config.chat_template)
         require_context(requests, context_of(model_config), config.max_new_tokens * (1 + prompt.turn))
-
-
-def context_of(model_config: PreTrainedConfig) -> int | None:
-    """The most tokens that a target of this configuration can read, where it says so."""
-    return getattr(model_config.get_text_config(), "max_position_embeddings", None)

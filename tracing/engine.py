@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 
 from ecospec.tracing.recorder import RoutingRecorder
 from ecospec.tracing.requests import Request, tokens_needed
-from ecospec.tracing.target import MoeShape
+from ecospec.tracing.target import MoeShape, context_of
 from ecospec.tracing.validation import Rejected, Report, Routed, outgrown, validate
 
 Outcome = Routed | Rejected
@@ -60,7 +60,7 @@ class TransformersEngine:
     def __init__(self, model: nn.Module, shape: MoeShape, sampling: Sampling) -> None:
         defaults = model.generation_config
         self.model, self.shape, self.sampling = model, shape, sampling
-        self._context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self._context = context_of(model.config)
         self._end_ids = _as_list(defaults.eos_token_id)
         self._pad_id = next(iter(_as_list(defaults.pad_token_id) + self._end_ids), 0)
         model.generation_config = GenerationConfig(

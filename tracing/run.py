@@ -20,7 +20,7 @@ from ecospec.tracing.plan import PlannedBatch, Sample, Shard, plan_rounds, plan_
 from ecospec.tracing.replicas import Replica, part, replica_of, shared
 from ecospec.tracing.requests import Request, answer_text, encode
 from ecospec.tracing.store import TraceFolder, header_differences
-from ecospec.tracing.target import MoeShape, load_target, load_target_config, load_tokenizer, shape_of
+from ecospec.tracing.target import MoeShape, context_of, load_target, load_target_config, load_tokenizer, shape_of
 from ecospec.tracing.validation import EngineError, Rejected, Routed
 from ecospec.tracing.vllm import VllmEngine, engine_settings
 
@@ -90,7 +90,7 @@ def _prepare(config: TraceConfig) -> Job:
 
 def _require_context(config: TraceConfig, model_config: PreTrainedConfig) -> None:
     """Raises InputError where no prompt at all could fit; single samples that do not are rejected."""
-    context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    context = context_of(model_config)
     if not config.teacher_force and context is not None and config.max_new_tokens > context:
         raise InputError(f"--max_new_tokens {config.max_new_tokens}: the target's context is {context} tokens")
 

@@ -137,6 +137,11 @@ def shape_of(model_config: PreTrainedConfig, trust_remote_code: bool = False) ->
     )
 
 
+def context_of(model_config: PreTrainedConfig) -> int | None:
+    """The most tokens that a target of this configuration can read, where it says so."""
+    return getattr(model_config.get_text_config(), "max_position_embeddings", None)
+
+
 def load_target(config: TargetConfig) -> Target:
     """Load model and tokenizer. Raises InputError for a dense, unsupported, weightless or mismatched target."""
     path = resolve_target(config.name)
