@@ -21,10 +21,11 @@ LENGTH_BUCKET = 16  # batches whose samples are sorted by length together; the l
 
 
 class Batch(NamedTuple):
-    """`input_ids` int64 [B, T], padded with 0; `experts` int64 [B, T, L, K], padded with -1."""
+    """`input_ids` int64 [B, T], padded with 0; `experts` int64 [B, T, L, K], padded with -1; `prompt_lens` [B]."""
 
     input_ids: Tensor
     experts: Tensor
+    prompt_lens: Tensor
 
 
 def collate(items: Sequence[Trace]) -> Batch:
@@ -36,7 +37,7 @@ def collate(items: Sequence[Trace]) -> Batch:
         length = len(item.input_ids)
         input_ids[row, :length] = torch.from_numpy(item.input_ids.astype(np.int64))
         experts[row, :length] = torch.from_numpy(item.experts.astype(np.int64))
-    return Batch(input_ids, experts)
+    return Batch(input_ids, experts, torch.tensor([item.prompt_len for item in items]))
 
 
 def group_by_length(lengths: Sequence[int], tokens_per_batch: int, seed: int, epoch: int) -> list[list[int]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ecospec.data.module import Batch
 from ecospec.predictor.config import TrainConfig
-from ecospec.predictor.loss import excess_loss, expert_loss
+from ecospec.predictor.loss import batch_loss, excess_loss
 from ecospec.predictor.model import ExpertPredictor
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class PredictorModule(lightning.LightningModule):
             group["lr"] = self.options.learning_rate * factor
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return expert_loss(self.predictor(batch.input_ids), batch.experts)
+        return batch_loss(self.predictor, batch)
 
     def on_train_batch_end(self, outputs: dict, batch: Batch, batch_idx: int) -> None:
         self.samples += len(batch.input_ids)

@@ -7,8 +7,13 @@ Letters: B batch, T tokens, L MoE layers, E experts, K experts per token.
 """
 
 import math
+from typing import TYPE_CHECKING
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from ecospec.data.module import Batch
+    from ecospec.predictor.model import ExpertPredictor
 
 PADDING = -1  # expert id of positions that are no tokens
 
@@ -25,6 +30,11 @@ def expert_loss(logits_BTLE: Tensor, experts_BTLK: Tensor) -> Tensor:
     """Equation 6 as a mean over tokens and layers, in nats; padded positions do not count."""
     real_BTL = experts_BTLK[..., 0] != PADDING
     return (layer_losses(logits_BTLE, experts_BTLK) * real_BTL).sum() / real_BTL.sum()
+
+
+def batch_loss(predictor: "ExpertPredictor", batch: "Batch") -> Tensor:
+    """The objective on one batch, as `expert_loss`."""
+    return expert_loss(predictor(batch.input_ids), batch.experts)
 
 
 def excess_loss(loss: float, top_k: int) -> float:

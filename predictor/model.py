@@ -114,19 +114,32 @@ class ExpertPredictor(PreTrainedModel):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> Tensor:
-        """Routing logits z [B, T, L, E] in float32 of token ids [B, T] (equation 2).
+        """Routing logits z [B, T, L, E] in float32 of token ids [B, T] (equation 2); arguments as of `hidden`."""
+        return self.logits(self.hidden(input_ids, cache, attention_mask, position_ids))
+
+    def hidden(
+        self,
+        input_ids: Tensor,
+        cache: Cache | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+    ) -> Tensor:
+        """The backbone's last hidden states [B, T, hidden width] of token ids [B, T].
 
         `cache` (a `DynamicCache`) is read and extended; `attention_mask` is [B, past + T] padding or an additive
         [B, 1, T, past + T] tree mask in the predictor's dtype, and `position_ids` [B, T] go with the latter.
         """
-        hidden_BTD = self.backbone(
+        return self.backbone(
             inputs_embeds=self.projection(self._embed(input_ids)),
             cache=cache,
             use_cache=cache is not None,
             attention_mask=attention_mask,
             position_ids=position_ids,
         ).last_hidden_state
-        return self.head(hidden_BTD).float().unflatten(-1, (self.config.num_layers, self.config.num_experts))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The head: hidden states [..., hidden width] → routing logits [..., L, E] in float32."""
+        return self.head(hidden).float().unflatten(-1, (self.config.num_layers, self.config.num_experts))
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         """Rows through bf16, as they were hashed: equal hashes give equal logits whatever the target's dtype."""
