@@ -25,7 +25,8 @@ from ecospec.inference.drafters.mtp import load_mtp_head
 from ecospec.inference.drafters.prompt_lookup import PromptLookupDrafter
 from ecospec.inference.footprints import FootprintSource, PredictorFootprints, TableFootprints
 from ecospec.inference.selection import NEEDS_FOOTPRINTS
-from ecospec.predictor.model import ExpertPredictor, load_predictor
+from ecospec.predictor.loading import load_predictor
+from ecospec.predictor.model import ExpertPredictor
 from ecospec.predictor.simple import fit_tables
 from ecospec.tracing.target import Target, part_folder, resolve_target
 

@@ -20,7 +20,7 @@ from ecospec.inference.drafters.headers import safetensors_shapes
 from ecospec.inference.drafters.language_model import inspect_language_model
 from ecospec.inference.drafters.mtp import inspect_mtp
 from ecospec.inference.verification import check_batch, check_tree_support
-from ecospec.predictor.model import predictor_values
+from ecospec.predictor.loading import predictor_values
 from ecospec.tracing.target import (
     MoeShape,
     config_hash,
@@ -139,7 +139,7 @@ def _check_footprints(config: DecodeConfig, plan: MethodPlan, model_config: PreT
         return f"{plan.selection.footprints}, counted from {traces.folder}"
     path = plan.predictor.path
     folder = part_folder(path, "predictor")
-    values = predictor_values(folder)
+    _, values = predictor_values(folder)
     found = tuple(values.get(key) for key in ("num_layers", "num_experts", "num_experts_per_tok"))
     check_moe(f"--predictor.path {path}", found, shape.counts)
     identity = {

@@ -8,7 +8,7 @@ from ecospec.configs.lazy import attributes
 _HOMES = {
     "ExpertPredictor": "model",
     "ExpertPredictorConfig": "model",
-    "load_predictor": "model",
+    "load_predictor": "loading",
     "expert_loss": "loss",
     "excess_loss": "loss",
     "top_experts": "metrics",

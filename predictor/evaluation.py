@@ -19,8 +19,9 @@ from ecospec.configs.files import provenance, replace_folder, require_new_folder
 from ecospec.data.traces import TraceSet, read_traces
 from ecospec.predictor.config import TrainConfig
 from ecospec.predictor.embedding import load_embedding
+from ecospec.predictor.loading import load_predictor
 from ecospec.predictor.metrics import measure
-from ecospec.predictor.model import ExpertPredictor, load_predictor
+from ecospec.predictor.model import ExpertPredictor
 from ecospec.predictor.simple import FrequencyPredictor, TokenPredictor, fit_tables
 from ecospec.tracing.target import MoeShape, config_hash, load_target_config, part_folder, shape_of, weights_hash
 

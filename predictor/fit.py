@@ -26,11 +26,12 @@ from ecospec.configs.errors import InputError
 from ecospec.configs.files import provenance, replace_folder, require_new_folder, write_json
 from ecospec.data.module import TraceDataModule
 from ecospec.data.traces import TraceSet, read_traces
+from ecospec.predictor.base import embedding_hash
 from ecospec.predictor.config import BackboneConfig, TrainConfig
 from ecospec.predictor.embedding import load_embedding
 from ecospec.predictor.evaluation import evaluate, require_same_target
 from ecospec.predictor.lightning import PredictorModule
-from ecospec.predictor.model import ExpertPredictor, ExpertPredictorConfig, embedding_hash, without_vocabulary
+from ecospec.predictor.model import ExpertPredictor, ExpertPredictorConfig, without_vocabulary
 from ecospec.tracing.target import MoeShape, config_hash, load_target_config, shape_of
 
 # Of projected embeddings before training. Smaller, and the first attention layer drowns what the token is (measured).

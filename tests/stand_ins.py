@@ -5,7 +5,8 @@ from transformers import Qwen3Config
 
 from ecospec.inference.footprints import as_footprints
 from ecospec.inference.tree import root_only, tree_from_levels
-from ecospec.predictor.model import ExpertPredictor, ExpertPredictorConfig, embedding_hash
+from ecospec.predictor.base import embedding_hash
+from ecospec.predictor.model import ExpertPredictor, ExpertPredictorConfig
 from tests.tiny import VOCABULARY
 
 GREEDY = {"do_sample": False}

@@ -14,14 +14,10 @@ from transformers import AutoConfig, DynamicCache
 
 from ecospec.configs.errors import InputError
 from ecospec.configs.schema import TargetConfig
+from ecospec.predictor.base import embedding_hash
 from ecospec.predictor.embedding import load_embedding
-from ecospec.predictor.model import (
-    SMALLEST_BACKBONE,
-    ExpertPredictor,
-    ExpertPredictorConfig,
-    embedding_hash,
-    load_predictor,
-)
+from ecospec.predictor.loading import load_predictor
+from ecospec.predictor.model import SMALLEST_BACKBONE, ExpertPredictor, ExpertPredictorConfig
 from tests.tiny import tiny_model, tiny_target_folder
 
 L, E, K, V, D = 3, 8, 2, 40, 12

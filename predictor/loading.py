@@ -1,0 +1,57 @@
+"""Folders of trained models of routing: which kind one holds, and the model itself."""
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from transformers.utils import logging
+
+from ecospec.configs.errors import InputError, brief
+from ecospec.configs.files import read_json
+from ecospec.predictor.base import RoutingModel
+from ecospec.predictor.model import ExpertPredictor
+from ecospec.predictor.rungs import DraftMLP, LinearPredictor
+
+KINDS: dict[str, type[RoutingModel]] = {
+    "predictor": ExpertPredictor,
+    "linear": LinearPredictor,
+    "draft_mlp": DraftMLP,
+}
+
+
+def predictor_values(folder: Path) -> tuple[str, dict]:
+    """The kind of a predictor folder and its `config.json`. Raises InputError for anything else's."""
+    values = read_json(folder / "config.json")
+    model_type = values.get("model_type") if isinstance(values, dict) else None
+    for kind, model_class in KINDS.items():
+        if model_class.config_class.model_type == model_type:
+            return kind, values
+    raise InputError(f"{folder}: is no expert predictor; give the folder that ecospec-train predictor wrote")
+
+
+def load_predictor(folder: Path) -> RoutingModel:
+    """The model of a predictor folder, in float32 and without an embedding table.
+
+    Raises InputError when the folder holds something else, or weights that are unreadable or not its configuration's.
+    """
+    kind, _ = predictor_values(folder)
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # the report on the keys becomes one error below
+    try:
+        model, info = KINDS[kind].from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except (SafetensorError, OSError) as error:
+        where = folder / "model.safetensors"
+        raise InputError(f"{where}: no readable weights ({brief(error)}); export it again") from None
+    finally:
+        logging.set_verbosity(verbosity)
+    _require_all_keys(folder, info)
+    return model
+
+
+def _require_all_keys(folder: Path, info: dict) -> None:
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info[kind]:
+            names = ", ".join(map(str, sorted(info[kind])[:3]))
+            raise InputError(f"{folder / 'model.safetensors'}: {kind.replace('_', ' ')} {names}; export it again")
