@@ -43,7 +43,7 @@ class DraftBatch(NamedTuple):
 def rollout(head: Eagle3Head, ids_BT: Tensor, features_BTF: Tensor, steps: int) -> list[Tensor]:
     """Pre-norm outputs [B, T - s, H] of each step s; entry [b, i] of step s predicts token i + s + 1 of text b."""
     layer = head.midlayer
-    hidden = head.fc(features_BTF)
+    hidden = head.enter(features_BTF)
     outputs, keys_values = [], []
     for step in range(1, steps + 1):
         hidden = hidden[:, : ids_BT.shape[1] - step]

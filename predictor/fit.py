@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig
 
 from ecospec.configs.errors import InputError
 from ecospec.configs.files import provenance, replace_folder, require_new_folder, write_json
-from ecospec.data.module import TraceDataModule
+from ecospec.data.module import BatchLimits, TraceDataModule
 from ecospec.data.traces import TraceSet, read_traces
 from ecospec.predictor.base import embedding_hash
 from ecospec.predictor.config import BackboneConfig, TrainConfig
@@ -96,7 +96,8 @@ def fit(predictor: ExpertPredictor, traces: TraceSet, config: TrainConfig) -> di
     items = [item for item in traces if item.split == "train"]
     module = PredictorModule(predictor.train(), config, len(items))
     trainer = make_trainer(config)
-    run_trainer(trainer, module, TraceDataModule(items, config.tokens_per_batch, config.seed))
+    limits = BatchLimits(tokens=config.tokens_per_batch)
+    run_trainer(trainer, module, TraceDataModule(items, [], limits, config.seed))
     seconds = time.monotonic() - module.started
     return {"steps": trainer.global_step, "seconds": seconds, "samples": len(items), "tokens_seen": module.tokens}
 
@@ -108,6 +109,7 @@ def make_trainer(config: TrainConfig) -> lightning.Trainer:
         devices=1,
         precision=config.precision,
         max_epochs=-1,
+        use_distributed_sampler=False,
         gradient_clip_val=config.gradient_clip,
         logger=False,
         enable_checkpointing=False,

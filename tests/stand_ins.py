@@ -71,7 +71,13 @@ def tiny_predictor(embedding, seed=0):
     backbone = Qwen3Config(**sizes, num_key_value_heads=1, intermediate_size=24)
     V, H = embedding.weight.shape
     its_target = {"vocab_size": V, "embedding_size": H, "embedding_sha256": embedding_hash(embedding.weight)}
-    predictor = ExpertPredictor(ExpertPredictorConfig(backbone, 3, 8, 2, **its_target)).eval().requires_grad_(False)
+    predictor = (
+        ExpertPredictor(
+            ExpertPredictorConfig(backbone, num_layers=3, num_experts=8, num_experts_per_tok=2, **its_target)
+        )
+        .eval()
+        .requires_grad_(False)
+    )
     for parameter in predictor.parameters():
         if parameter.dim() > 1:
             parameter.normal_(0, 0.4)

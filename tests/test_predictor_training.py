@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModel
 
 from ecospec.configs.cli import parse
 from ecospec.configs.errors import InputError
-from ecospec.data.module import TraceDataModule
+from ecospec.data.module import BatchLimits, TraceDataModule
 from ecospec.data.traces import read_traces
 from ecospec.predictor import cli
 from ecospec.predictor.config import BackboneConfig, TrainConfig
@@ -42,7 +42,9 @@ ROW_KEYS = {
     "overlap_train",
     "overlap_by_layer",
     "overlap_by_dataset",
+    "recall_at",
     "excess_loss",
+    "calibration",
     "seconds_per_step",
 }
 
@@ -61,9 +63,8 @@ def learnable_traces(seed: int, samples: int = 60, T: int = 16) -> MemoryTraces:
         before = np.concatenate([ids[:1], ids[:-1]])
         experts_TLK = np.stack([experts_VLK[ids, 0], experts_VLK[before, 1]], axis=1)
         split = "test" if i % 5 == 0 else "train"
-        traces.append(
-            SimpleNamespace(input_ids=ids, prompt_len=3, experts=experts_TLK, dataset="synthetic", split=split)
-        )
+        name = {"sample_id": f"synthetic/{i}/0", "dataset": "synthetic", "split": split}
+        traces.append(SimpleNamespace(input_ids=ids, prompt_len=3, experts=experts_TLK, **name))
     return traces
 
 
@@ -162,7 +163,8 @@ def test_the_learning_rate_falls_with_elapsed_time_when_time_is_the_limit():
     config = options(max_minutes=1.0, warmup_steps=0)
     predictor = build_predictor(config, SHAPE, "hash", TABLE)
     module = SixSecondSteps(predictor, config, len(traces), seconds_now=lambda: now[0])
-    make_trainer(config).fit(module, datamodule=TraceDataModule(traces, config.tokens_per_batch))
+    data = TraceDataModule(traces, [], BatchLimits(tokens=config.tokens_per_batch))
+    make_trainer(config).fit(module, datamodule=data)
     expected = [config.learning_rate * learning_rate_factor(step, 0, step / 10) for step in range(10)]
     assert seen == pytest.approx(expected)
 

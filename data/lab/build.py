@@ -7,6 +7,7 @@ this file.
 """
 
 import argparse
+import itertools
 import json
 import logging
 import sys
@@ -47,16 +48,19 @@ class Recipe:
         stream = target.pack(self.training, tokenizer, self.schedule.tokens, self.schedule.seed)
         model = self._fresh(target.moe_config())
         pretrain.train(model, stream, self.schedule, self.work / "target")
-        polish(model, tokenizer, self._prompts(), stream, Polish(), self.work / "polish")
+        prompts = list(itertools.chain(*self._prompts().values()))
+        polish(model, tokenizer, prompts, stream, Polish(), self.work / "polish")
         replace_folder(LAB / "target", lambda folder: _ship(model, tokenizer, folder))
         self._dense(stream)
 
     def traces(self) -> None:
         """The target's own text: answers to prompts cut from the training text, and the small trace folder we ship."""
-        path = self.work / "lab-recipe.jsonl"
-        rows = [json.dumps({"prompt": prompt}) for prompt, _ in self._prompts()]
-        write_text(path, "\n".join(rows) + "\n")
-        own = ["--prompts", path, "--temperature", "0.6", "--max-new-tokens", "96", "--batch-size", "128"]
+        folder = self.work / "prompts"
+        for domain, pairs in self._prompts().items():
+            rows = [json.dumps({"prompt": prompt}) for prompt, _ in pairs]
+            write_text(folder / f"{domain}.jsonl", "\n".join(rows) + "\n")
+        own = ["--data-dir", folder, "--datasets", ",".join(corpus.DOMAINS)]
+        own += ["--temperature", "0.6", "--max-new-tokens", "96", "--batch-size", "128"]
         own += ["--target.experts_implementation", "grouped_mm"]
         _command(trace_cli.main, "run", "--config", "lab/trace", *own, "--output", self.work / "traces")
         small = ["run", "--config", "lab/trace", "--samples", SHIPPED_TRACES, "--output"]
@@ -118,14 +122,14 @@ class Recipe:
         torch.manual_seed(self.schedule.seed)
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
 
-    def _prompts(self) -> list[tuple[str, str]]:
+    def _prompts(self) -> dict[str, list[tuple[str, str]]]:
         """Prompts and answers of training documents, `TRACED_PROMPTS` of each domain; prose is cut early."""
         generator = np.random.default_rng(0)
-        chosen = []
+        chosen = {}
         for domain in corpus.DOMAINS:
             documents = [d for d in self.training if d.domain == domain and d.prompt]
             picked = generator.permutation(len(documents))[:TRACED_PROMPTS]
-            chosen += [_prompt_of(documents[index], generator) for index in picked]
+            chosen[domain] = [_prompt_of(documents[index], generator) for index in picked]
         return chosen
 
 
