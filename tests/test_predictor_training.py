@@ -7,35 +7,30 @@ import json
 import math
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModel
 
 from ecospec.configs.cli import parse
 from ecospec.configs.errors import InputError
-from ecospec.data.module import TraceDataModule
+from ecospec.data.module import BatchLimits, TraceBatches
 from ecospec.data.traces import read_traces
 from ecospec.predictor import cli
 from ecospec.predictor.config import BackboneConfig, TrainConfig
 from ecospec.predictor.evaluation import evaluate
-from ecospec.predictor.fit import build_predictor, fit, make_trainer, require_answers
-from ecospec.predictor.lightning import FINAL_FACTOR, Limits, PredictorModule, learning_rate_factor
+from ecospec.predictor.fit import build_predictor, require_answers
+from ecospec.predictor.lightning import FINAL_FACTOR, EndlessBatches, Limits, PredictorModule, learning_rate_factor
 from ecospec.predictor.model import ExpertPredictor
+from ecospec.predictor.trainer import make_trainer, run_trainer
 from ecospec.tracing.cli import main as trace_main
 from ecospec.tracing.target import MoeShape
+from tests.learnable import SHAPE, TABLE, E, V, learnable_traces, options, trained
 from tests.tiny import tiny_target_folder
 
-L, E, K, V, D = 2, 12, 3, 24, 16
-SHAPE = MoeShape("qwen3_moe", (0, 1), E, K, V, D, 2)
-SMALL = BackboneConfig(hidden_size=32, num_layers=1, num_heads=4, intermediate_size=48)
-TABLE = torch.randn(V, D, generator=torch.Generator().manual_seed(5))
 ROW_KEYS = {
     "overlap",
     "overlap_all",
@@ -45,36 +40,6 @@ ROW_KEYS = {
     "excess_loss",
     "seconds_per_step",
 }
-
-
-class MemoryTraces(list):
-    num_layers, num_experts, top_k = L, E, K
-
-
-def learnable_traces(seed: int, samples: int = 60, T: int = 16) -> MemoryTraces:
-    """Layer 0 routes by token, layer 1 by the token before: what counting tokens cannot know."""
-    rng = np.random.default_rng(seed)
-    experts_VLK = np.sort(rng.random((V, L, E)).argsort(-1)[..., :K], axis=-1).astype(np.uint8)
-    traces = MemoryTraces()
-    for i in range(samples):
-        ids = rng.integers(0, V, T).astype(np.int32)
-        before = np.concatenate([ids[:1], ids[:-1]])
-        experts_TLK = np.stack([experts_VLK[ids, 0], experts_VLK[before, 1]], axis=1)
-        split = "test" if i % 5 == 0 else "train"
-        traces.append(
-            SimpleNamespace(input_ids=ids, prompt_len=3, experts=experts_TLK, dataset="synthetic", split=split)
-        )
-    return traces
-
-
-def options(**changes: object) -> TrainConfig:
-    base = {"backbone": SMALL, "tokens_per_batch": 128, "learning_rate": 1e-2, "warmup_steps": 5, "threads": 1}
-    return TrainConfig(**base | changes)
-
-
-def trained(traces: MemoryTraces, config: TrainConfig) -> tuple[ExpertPredictor, dict]:
-    predictor = build_predictor(config, SHAPE, "hash", TABLE)
-    return predictor, fit(predictor, traces, config)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -161,8 +126,9 @@ def test_the_learning_rate_falls_with_elapsed_time_when_time_is_the_limit():
 
     config = options(max_minutes=1.0, warmup_steps=0)
     predictor = build_predictor(config, SHAPE, "hash", TABLE)
-    module = SixSecondSteps(predictor, config, len(traces), seconds_now=lambda: now[0])
-    make_trainer(config).fit(module, datamodule=TraceDataModule(traces, config.tokens_per_batch))
+    module = SixSecondSteps(predictor, config, traces, seconds_now=lambda: now[0])
+    batches = EndlessBatches(TraceBatches(traces, BatchLimits(tokens=config.tokens_per_batch), seed=0))
+    run_trainer(make_trainer(config), module, batches)
     expected = [config.learning_rate * learning_rate_factor(step, 0, step / 10) for step in range(10)]
     assert seen == pytest.approx(expected)
 
@@ -217,7 +183,9 @@ def test_the_command_writes_the_predictor_folder_and_a_table(recorded, tiny_targ
     provenance = json.loads((output / "provenance.json").read_text())
     assert provenance["training"]["steps"] == 20
     assert provenance["traces"]["target"]["name"] == str(tiny_target)
-    assert list(tmp_path.iterdir()) == [output]
+    training = tmp_path / "predictor.training"
+    assert set(tmp_path.iterdir()) == {output, training}
+    assert {p.name for p in training.iterdir()} == {"best", "csv", "tensorboard"}
 
 
 def test_an_exported_predictor_scores_what_its_metrics_say(recorded, tiny_target, tmp_path, capsys):
@@ -273,32 +241,21 @@ def test_an_output_that_cannot_be_written_is_noticed_before_training(
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_failed_write_is_one_line_and_leaves_nothing(recorded, tiny_target, tmp_path, capsys, monkeypatch):
+def test_a_failed_write_is_one_line_and_leaves_no_part(recorded, tiny_target, tmp_path, capsys, monkeypatch):
     save, limits = ExpertPredictor.save_pretrained, resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def save_what_is_too_large(predictor: ExpertPredictor, folder: Path) -> None:
+    def save_what_is_too_large(predictor: ExpertPredictor, folder: Path, **more: object) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
         try:
-            save(predictor, folder)
+            save(predictor, folder, **more)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
     monkeypatch.setattr(ExpertPredictor, "save_pretrained", save_what_is_too_large)
     assert cli.main(command(tiny_target, recorded, tmp_path / "predictor")) == 1
     assert "large" in one_error_line(capsys)
-    assert not list(tmp_path.iterdir())
-
-
-def test_ctrl_c_exits_130_and_leaves_nothing(recorded, tiny_target, tmp_path, capsys, monkeypatch):
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    handler = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(PredictorModule, "training_step", interrupted)
-    assert cli.main(command(tiny_target, recorded, tmp_path / "predictor")) == 130
-    assert "interrupted" in one_error_line(capsys)
-    assert signal.getsignal(signal.SIGINT) is handler
-    assert not list(tmp_path.iterdir())
+    assert not (tmp_path / "predictor").exists()
+    assert {p.name for p in (tmp_path / "predictor.training").iterdir()} <= {"csv", "tensorboard"}
 
 
 def test_another_exit_from_training_stays_what_it_is(monkeypatch):
