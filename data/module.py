@@ -6,14 +6,12 @@ a shuffled epoch would otherwise decode a whole row group of the file for every 
 Letters: B batch, T tokens of the longest sample, L MoE layers, K experts per token.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import lightning
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ecospec.data.traces import Trace
@@ -42,13 +40,11 @@ def collate(items: Sequence[Trace]) -> Batch:
     return Batch(input_ids, experts, torch.tensor([item.prompt_len for item in items]))
 
 
-def group_by_length(lengths: Sequence[int], limits: "BatchLimits | int", seed: int, epoch: int) -> list[list[int]]:
+def group_by_length(lengths: Sequence[int], tokens_per_batch: int, seed: int, epoch: int) -> list[list[int]]:
     """Batches of sample indices, each index once, in an order that (seed, epoch) decide alone.
 
     A batch of B samples holds B · longest <= tokens_per_batch tokens, unless one sample alone is longer.
     """
-    limits = BatchLimits(tokens=limits) if isinstance(limits, int) else limits
-    tokens_per_batch, samples = limits.tokens, limits.samples or len(lengths)
     generator = np.random.default_rng([seed, epoch])
     order = generator.permutation(len(lengths))
     stretch = max(1, round(LENGTH_BUCKET * tokens_per_batch / max(1.0, np.mean(lengths))))
@@ -56,7 +52,7 @@ def group_by_length(lengths: Sequence[int], limits: "BatchLimits | int", seed: i
     for start in range(0, len(order), stretch):
         batch: list[int] = []
         for index in sorted(order[start : start + stretch].tolist(), key=lambda i: lengths[i]):
-            if batch and (len(batch) == samples or (len(batch) + 1) * lengths[index] > tokens_per_batch):
+            if batch and (len(batch) + 1) * lengths[index] > tokens_per_batch:
                 batches.append(batch)
                 batch = []
             batch.append(index)
@@ -64,49 +60,27 @@ def group_by_length(lengths: Sequence[int], limits: "BatchLimits | int", seed: i
     return [batches[i] for i in generator.permutation(len(batches))]
 
 
-@dataclass(frozen=True)
-class BatchLimits:
-    """Most samples and most tokens (padding included) of one batch; at least one of them is given."""
-
-    samples: int | None = None
-    tokens: int | None = None
-
-
 class TraceBatches:
-    """One epoch of batches each time it is iterated, this process's share of them; epochs differ in order only."""
+    """One epoch of batches each time it is iterated; epochs differ in order only."""
 
-    def __init__(self, items: Sequence[Trace], limits: BatchLimits, seed: int) -> None:
-        self.items, self.limits, self.seed = items, limits, seed
+    def __init__(self, items: Sequence[Trace], tokens_per_batch: int, seed: int) -> None:
+        self.items, self.tokens_per_batch, self.seed = items, tokens_per_batch, seed
         self.lengths = [len(item.input_ids) for item in items]
-        self.epoch = self.given = 0
+        self.epoch = 0
 
     def __iter__(self) -> Iterator[Batch]:
-        groups = group_by_length(self.lengths, self.limits, self.seed, self.epoch)
-        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        for indices in groups[rank : len(groups) // world * world : world][self.given :]:
-            self.given += 1
+        batches = group_by_length(self.lengths, self.tokens_per_batch, self.seed, self.epoch)
+        self.epoch += 1
+        for indices in batches:
             yield collate([self.items[i] for i in indices])
-        self.epoch, self.given = self.epoch + 1, 0
-
-    def state_dict(self) -> dict:
-        return {"epoch": self.epoch, "batches": self.given}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.epoch, self.given = state["epoch"], state["batches"]
 
 
 class TraceDataModule(lightning.LightningDataModule):
-    """Lightning's view of the samples to train on (all positions of them, prompts too) and of those held out."""
+    """Lightning's view of the samples to train on (all positions of them, prompts too)."""
 
-    def __init__(self, train: Sequence[Trace], held_out: Sequence[Trace], limits: BatchLimits, seed: int = 0) -> None:
+    def __init__(self, items: Sequence[Trace], tokens_per_batch: int, seed: int = 0) -> None:
         super().__init__()
-        self.train, self.held_out, self.limits, self.seed = train, held_out, limits, seed
+        self.items, self.tokens_per_batch, self.seed = items, tokens_per_batch, seed
 
     def train_dataloader(self) -> TraceBatches:
-        return TraceBatches(self.train, self.limits, self.seed)
-
-    def val_dataloader(self) -> Iterable[Batch]:
-        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        items = self.held_out[rank::world]
-        groups = group_by_length([len(item.input_ids) for item in items], self.limits, self.seed, 0) if items else []
-        return (collate([items[i] for i in indices]) for indices in groups)
+        return TraceBatches(self.items, self.tokens_per_batch, self.seed)
