@@ -5,7 +5,6 @@ that state as Lightning writes it (a file; a folder for DeepSpeed), the predicto
 with the held-out overlap in their `metrics.json`, and the logs. No embedding table is in any of it.
 """
 
-import logging
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -23,8 +22,6 @@ from ecospec.predictor.config import TrainConfig
 from ecospec.predictor.lightning import PredictorModule
 from ecospec.predictor.model import ExpertPredictor
 from ecospec.predictor.overlap import Overlap
-
-log = logging.getLogger(__name__)
 
 RUN, BEST = "run.json", "best"
 FREE = ("output", "overwrite", "threads", "loggers")  # keys that a resumed run may change
@@ -112,12 +109,12 @@ class Checkpoints(lightning.Callback):
         predictor, metric = module.predictor.eval(), Overlap().to(module.device)
         for batch in self.held_out():
             batch = module.transfer_batch_to_device(batch, module.device, 0)
-            metric.update(predictor(batch.input_ids), batch)
+            metric.update(predictor, batch)
         predictor.train()
         overlap = float(metric.compute())
         module.write_row({"overlap": overlap})
         module.shown["overlap"] = overlap
-        log.info("step %d: held-out overlap %.4f", trainer.global_step, overlap)
+        module.say(f"held-out overlap {overlap:.4f}")
         if trainer.is_global_zero:
             self._keep(overlap, module, trainer.global_step)
         self._remember(overlap, trainer)

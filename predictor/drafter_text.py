@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ecospec.configs.errors import InputError
 from ecospec.configs.progress import progress
-from ecospec.data.module import group_by_length
+from ecospec.data.module import BatchLimits, group_by_length
 from ecospec.data.traces import Trace
 from ecospec.predictor.drafter_rollout import DraftBatch
 
@@ -50,7 +50,7 @@ class TargetText:
 
     def batches(self, tokens_per_batch: int, seed: int, epoch: int = 0) -> Iterator[DraftBatch]:
         """One pass in an order that (seed, epoch) decide alone, similar lengths together."""
-        for indices in group_by_length(self.lengths_R.tolist(), tokens_per_batch, seed, epoch):
+        for indices in group_by_length(self.lengths_R.tolist(), BatchLimits(tokens=tokens_per_batch), seed, epoch):
             yield self.batch(indices)
 
 
@@ -72,7 +72,7 @@ def read_text(
         lengths_R=lengths_R,
         prompt_lens_R=torch.tensor([item.prompt_len for item in items]),
     )
-    groups = group_by_length(lengths_R.tolist(), tokens_per_batch, seed=0, epoch=0)
+    groups = group_by_length(lengths_R.tolist(), BatchLimits(tokens=tokens_per_batch), seed=0, epoch=0)
     for indices in progress(groups, "batches of text through the target"):
         _fill(text, model, feature_layers, torch.tensor(indices))
     return text

@@ -9,19 +9,17 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import lightning
-import numpy as np
 import torch
 from torch import Tensor
 
 from ecospec.configs.errors import DamageError
-from ecospec.data.module import Batch, TraceBatches
-from ecospec.data.traces import Trace
+from ecospec.data.module import Batch, TrainBatches
 from ecospec.predictor.config import TrainConfig
-from ecospec.predictor.loss import PADDING, batch_loss, excess_loss
+from ecospec.predictor.loss import batch_loss, excess_loss
 from ecospec.predictor.model import ExpertPredictor
 
 log = logging.getLogger(__name__)
@@ -66,7 +64,7 @@ class EndlessBatches:
     Its state is the place after the batch that is being trained on: Lightning fetches one batch ahead of that.
     """
 
-    def __init__(self, batches: TraceBatches) -> None:
+    def __init__(self, batches: TrainBatches) -> None:
         self.batches, self.trained = batches, batches.state_dict()
 
     def __iter__(self) -> Iterator[Batch]:
@@ -84,9 +82,9 @@ class EndlessBatches:
 
 
 class PredictorModule(lightning.LightningModule):
-    """Trains `predictor` in place on `items`, the samples of an epoch; `seconds_now` is a clock in seconds.
+    """Trains `predictor` in place on `num_samples` samples an epoch; `seconds_now` is a clock in seconds.
 
-    Counts are over all processes: `samples` and `tokens` (padding included) seen, `seconds` of training. Setting
+    Counts are over all processes: `samples` and `tokens` seen, `seconds` of training. Setting
     `interrupted` in any of them ends training after the optimizer step in all.
     """
 
@@ -94,11 +92,11 @@ class PredictorModule(lightning.LightningModule):
         self,
         predictor: ExpertPredictor,
         config: TrainConfig,
-        items: Sequence[Trace],
+        num_samples: int,
         seconds_now: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
-        self.predictor, self.options, self.items, self.seconds_now = predictor, config, items, seconds_now
+        self.predictor, self.options, self.num_samples, self.seconds_now = predictor, config, num_samples, seconds_now
         self.limits = Limits(config.max_minutes, config.max_steps, config.max_epochs)
         self.samples = self.tokens = 0
         self.seconds = 0.0
@@ -137,7 +135,8 @@ class PredictorModule(lightning.LightningModule):
                 {"excess_loss": self.step_loss(), "learning_rate": self.learning_rate(), "tokens": self.tokens}
             )
         if self.trainer.should_stop or self.seconds_now() - self.logged >= LOG_SECONDS:
-            self._log_line()
+            self.logged = self.seconds_now()
+            self.say(self._how_it_goes())
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         checkpoint["counts"] = {"samples": self.samples, "tokens": self.tokens, "seconds": self.seconds}
@@ -152,7 +151,7 @@ class PredictorModule(lightning.LightningModule):
 
     def progress(self) -> float:
         """Share of training that is done."""
-        return self.limits.progress(self.seconds, self.global_step, self.samples / len(self.items))
+        return self.limits.progress(self.seconds, self.global_step, self.samples / self.num_samples)
 
     def learning_rate(self) -> float:
         """The one of the next optimizer step."""
@@ -169,10 +168,15 @@ class PredictorModule(lightning.LightningModule):
             logger.log_metrics(numbers, step=self.global_step)
             logger.save()
 
+    def say(self, what: str) -> None:
+        """A log line about the last step, from the first process only."""
+        if self.trainer.is_global_zero:
+            log.info("step %d: %s", self.global_step, what)
+
     def _count(self, batch: Batch, loss: float) -> None:
         """Add this batch of all processes to the counts, and take over the first one's clock."""
         seconds = self.seconds_now() - self.started if self.trainer.is_global_zero else 0.0
-        counts = [len(batch.input_ids), batch.input_ids.numel(), seconds, self.interrupted, loss]
+        counts = [len(batch.input_ids), int(batch.lengths.sum()), seconds, self.interrupted, loss]
         if self.trainer.world_size > 1:
             mine = torch.tensor(counts, dtype=torch.float64, device=self.device)
             counts = self.trainer.strategy.reduce(mine, reduce_op="sum").tolist()
@@ -185,18 +189,10 @@ class PredictorModule(lightning.LightningModule):
     def _diagnosis(self, loss: float, batch: Batch) -> str:
         if math.isfinite(loss):
             return f"step {self.global_step}: the loss of another process is not finite"
-        known = {item.input_ids.tobytes(): item.sample_id for item in self.items}
-        rows = [row[experts[:, 0, 0] != PADDING] for row, experts in zip(batch.input_ids, batch.experts, strict=True)]
-        names = [known[row.cpu().numpy().astype(np.int32).tobytes()] for row in rows]
-        return (
-            f"step {self.global_step}: the loss is {loss} on samples {', '.join(names)}; lower --learning_rate or look"
-            " at the weights started from (the last good state is kept)"
-        )
+        samples = ", ".join(batch.sample_ids)
+        remedy = "lower --learning_rate or look at the weights started from (the last good state is kept)"
+        return f"step {self.global_step}: the loss is {loss} on samples {samples}; {remedy}"
 
-    def _log_line(self) -> None:
-        self.logged = self.seconds_now()
-        rate = self.tokens / self.seconds
-        share = min(1.0, self.progress())
-        log.info(
-            "step %d: excess loss %.3f, %.0f tokens/s, %.0f %%", self.global_step, self.step_loss(), rate, 100 * share
-        )
+    def _how_it_goes(self) -> str:
+        rate, share = self.tokens / self.seconds, min(1.0, self.progress())
+        return f"excess loss {self.step_loss():.3f}, {rate:.0f} tokens/s, {share:.0%}"

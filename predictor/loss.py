@@ -1,40 +1,59 @@
-"""The training objective (EcoSpec §4.1, equations 5 and 6) on plain tensors.
+"""The training objective (EcoSpec §4.1, equations 5 and 6) on plain tensors, a stretch of tokens at a time.
 
 With q uniform over the K true experts, -Σ_e q_e log p_e = logsumexp(z) - mean of z over those K, so neither q nor
-log p is ever formed. Knows nothing about models or files.
+log p is ever formed. Nor are all logits: head and loss run on `CHUNK_TOKENS` tokens at a time, and again in the
+backward pass. Knows nothing about models or files.
 
-Letters: B batch, T tokens, L MoE layers, E experts, K experts per token.
+Letters: B batch, T tokens, N tokens of a batch without padding, L MoE layers, E experts, K experts per token, H hidden
+width.
 """
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
     from ecospec.data.module import Batch
     from ecospec.predictor.model import ExpertPredictor
 
-PADDING = -1  # expert id of positions that are no tokens
+CHUNK_TOKENS = 1024
+LogitsOf = Callable[[Tensor], Tensor]  # hidden states [N, H] → logits [N, L, E]
 
 
 def layer_losses(logits: Tensor, experts: Tensor) -> Tensor:
-    """Cross-entropy in nats of each token and layer: logits [..., L, E], true ids [..., L, K] → [..., L].
-
-    Where `experts` is padding the value means nothing.
-    """
-    return logits.logsumexp(-1) - logits.gather(-1, experts.clamp(min=0)).mean(-1)
+    """Cross-entropy in nats of each token and layer: logits [..., L, E], true ids [..., L, K] → [..., L]."""
+    return logits.logsumexp(-1) - logits.gather(-1, experts.long()).mean(-1)
 
 
-def expert_loss(logits_BTLE: Tensor, experts_BTLK: Tensor) -> Tensor:
-    """Equation 6 as a mean over tokens and layers, in nats; padded positions do not count."""
-    real_BTL = experts_BTLK[..., 0] != PADDING
-    return (layer_losses(logits_BTLE, experts_BTLK) * real_BTL).sum() / real_BTL.sum()
+def expert_loss(logits: Tensor, experts: Tensor) -> Tensor:
+    """Equation 6 as a mean over tokens and layers, in nats: logits [..., L, E], true ids [..., L, K] → a number."""
+    return layer_losses(logits, experts).mean()
 
 
 def batch_loss(predictor: "ExpertPredictor", batch: "Batch") -> Tensor:
-    """The objective on one batch, as `expert_loss`."""
-    return expert_loss(predictor(batch.input_ids), batch.experts)
+    """The objective on one batch, as `expert_loss` of its tokens without padding; 0 where it has none."""
+    return chunked_loss(predictor.logits, predictor.hidden(batch.input_ids), batch.experts, batch.tokens())
+
+
+def chunked_loss(logits_of: LogitsOf, hidden_BTH: Tensor, experts_BTLK: Tensor, chosen_BT: Tensor) -> Tensor:
+    """`expert_loss` of the chosen positions, with logits of `CHUNK_TOKENS` tokens at most in memory.
+
+    Beyond inputs, hidden states (twice) and gradients its peak is 5 · `CHUNK_TOKENS` · L · E float32 numbers.
+    """
+    places_N = chosen_BT.flatten().nonzero().squeeze(-1)
+    total = hidden_BTH.new_zeros((), dtype=torch.float32)
+    hidden_NH, experts_SLK = hidden_BTH.flatten(0, 1)[places_N], experts_BTLK.flatten(0, 1)
+    for hidden, places in zip(hidden_NH.split(CHUNK_TOKENS), places_N.split(CHUNK_TOKENS), strict=True):
+        total = total + checkpoint(_sum_of_losses, logits_of, hidden, experts_SLK[places], use_reentrant=False)
+    return total / max(1, len(places_N) * experts_SLK.shape[1])
+
+
+def _sum_of_losses(logits_of: LogitsOf, hidden_NH: Tensor, experts_NLK: Tensor) -> Tensor:
+    return layer_losses(logits_of(hidden_NH), experts_NLK).sum()
 
 
 def excess_loss(loss: float, top_k: int) -> float:

@@ -1,15 +1,20 @@
 """Overlap of padded batches, token by token and over all processes: what training watches on held-out samples.
 
-Letters: B batch, T tokens, R real answer positions of a batch, L MoE layers, E experts, K experts per token.
+Letters: N answer positions of a batch, L MoE layers, E experts, K experts per token, H hidden width.
 """
+
+from typing import TYPE_CHECKING
 
 import torch
 import torchmetrics
 from torch import Tensor
 
-from ecospec.data.module import Batch
-from ecospec.predictor.loss import PADDING
+from ecospec.predictor.loss import CHUNK_TOKENS
 from ecospec.predictor.metrics import shared_experts, top_experts
+
+if TYPE_CHECKING:
+    from ecospec.data.module import Batch
+    from ecospec.predictor.model import ExpertPredictor
 
 
 class Overlap(torchmetrics.Metric):
@@ -22,15 +27,14 @@ class Overlap(torchmetrics.Metric):
         for name in ("hits", "choices"):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
-    def update(self, logits_BTLE: Tensor, batch: Batch) -> None:
-        """Count a padded batch."""
-        experts_BTLK = batch.experts
-        after_BT = torch.arange(experts_BTLK.shape[1], device=experts_BTLK.device) >= batch.prompt_lens[:, None]
-        real_BT = after_BT & (experts_BTLK[..., 0, 0] != PADDING)
-        true_RLK = experts_BTLK[real_BT]
-        predicted_RLK = top_experts(logits_BTLE[real_BT], true_RLK.shape[-1])
-        self.hits += shared_experts(predicted_RLK, true_RLK, logits_BTLE.shape[-1]).sum()
-        self.choices += true_RLK.numel()
+    def update(self, predictor: "ExpertPredictor", batch: "Batch") -> None:
+        """Count a padded batch, with logits of `CHUNK_TOKENS` tokens at most in memory."""
+        answers_BT = batch.answers()
+        hidden_NH, true_NLK = predictor.hidden(batch.input_ids)[answers_BT], batch.experts[answers_BT]
+        for hidden, true in zip(hidden_NH.split(CHUNK_TOKENS), true_NLK.split(CHUNK_TOKENS), strict=True):
+            logits = predictor.logits(hidden)
+            self.hits += shared_experts(top_experts(logits, true.shape[-1]), true.long(), logits.shape[-1]).sum()
+            self.choices += true.numel()
 
     def compute(self) -> Tensor:
         """Share of the true experts that were predicted."""

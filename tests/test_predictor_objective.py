@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from ecospec.configs.errors import InputError
-from ecospec.data.module import TraceBatches, TraceDataModule, collate, group_by_length
-from ecospec.predictor.loss import PADDING, excess_loss, expert_loss
+from ecospec.data.module import collate
+from ecospec.predictor.loss import batch_loss, excess_loss, expert_loss
 from ecospec.predictor.metrics import OverlapMeter, measure, top_experts
 from ecospec.predictor.simple import fit_frequency, fit_token
 
@@ -32,7 +33,8 @@ def random_item(
     T = T or int(rng.integers(4, 12))
     experts_TLK = np.sort(rng.random((T, L, E)).argsort(-1)[..., :K], axis=-1).astype(np.uint8)
     ids_T = rng.integers(0, V, T).astype(np.int32)
-    return SimpleNamespace(input_ids=ids_T, prompt_len=2, experts=experts_TLK, dataset=dataset, split=split)
+    name = {"sample_id": f"{dataset}/{rng.integers(1000)}/0", "dataset": dataset, "split": split}
+    return SimpleNamespace(input_ids=ids_T, prompt_len=2, experts=experts_TLK, **name)
 
 
 def random_traces(seed: int, size: int = 12) -> MemoryTraces:
@@ -63,22 +65,32 @@ def test_excess_loss_is_zero_only_at_the_true_distribution():
     assert excess_loss(expert_loss(uneven, experts_BTLK).item(), K) > 0.1
 
 
+class StandIn(nn.Module):
+    """The two halves of a predictor: a table for the backbone, and a linear head."""
+
+    def __init__(self, seed: int, num_layers: int = L, num_experts: int = E) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.table, self.sizes = nn.Embedding(V, 6), (num_layers, num_experts)
+        self.head = nn.Linear(6, num_layers * num_experts)
+
+    def hidden(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.table(input_ids)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden).unflatten(-1, self.sizes)
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_padding_changes_neither_loss_nor_gradient(seed):
     rng = np.random.default_rng(seed)
-    items = [random_item(rng, T=T) for T in (3, 7, 5)]
-    batch = collate(items)
-    assert (batch.experts == PADDING).any()
-    torch.manual_seed(seed)
-    logits_BTLE = torch.randn(*batch.input_ids.shape, L, E, requires_grad=True)
-    padded = expert_loss(logits_BTLE, batch.experts)
-    real = torch.cat([logits_BTLE[row, : len(item.input_ids)] for row, item in enumerate(items)])
-    experts = torch.from_numpy(np.concatenate([item.experts for item in items]).astype(np.int64))
-    torch.testing.assert_close(padded, expert_loss(real[None], experts[None]))
-    padded.backward()
-    is_padding_BT = batch.experts[:, :, 0, 0] == PADDING
-    assert not logits_BTLE.grad[is_padding_BT].any()
-    assert logits_BTLE.grad[~is_padding_BT].any()
+    items, predictor = [random_item(rng, T=T) for T in (3, 7, 5)], StandIn(seed)
+    alone = [batch_loss(predictor, collate([item])) * len(item.input_ids) for item in items]
+    padded = batch_loss(predictor, collate(items))
+    torch.testing.assert_close(padded, sum(alone) / 15)
+    gradients = [torch.autograd.grad(loss, list(predictor.parameters())) for loss in (padded, sum(alone) / 15)]
+    for found, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 def test_top_experts_are_the_k_largest_and_ties_go_to_the_lower_id():
@@ -193,35 +205,3 @@ def test_counting_refuses_ids_beyond_the_vocabulary_and_missing_train_samples():
         fit_token(traces, 4)
     with pytest.raises(InputError, match="no train samples"):
         fit_frequency(MemoryTraces(item for item in traces if item.split == "test"))
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_every_sample_is_in_exactly_one_batch_and_batches_fit_the_budget(seed):
-    lengths = np.random.default_rng(seed).integers(1, 60, 200).tolist()
-    batches = group_by_length(lengths, 120, seed, epoch=0)
-    assert sorted(index for batch in batches for index in batch) == list(range(200))
-    assert all(len(batch) * max(lengths[i] for i in batch) <= 120 for batch in batches)
-    assert max(map(len, batches)) > 1
-
-
-def test_a_sample_longer_than_the_budget_is_a_batch_by_itself():
-    batches = group_by_length([5, 500, 5], 20, seed=0, epoch=0)
-    assert sorted(sorted(batch) for batch in batches) == [[0, 2], [1]]
-
-
-def test_order_depends_on_seed_and_epoch_alone():
-    lengths = list(range(1, 80))
-    orders = {(seed, epoch): group_by_length(lengths, 90, seed, epoch) for seed in range(2) for epoch in range(2)}
-    assert orders[0, 0] == group_by_length(lengths, 90, 0, 0)
-    assert len({str(order) for order in orders.values()}) == 4
-
-
-def test_an_epoch_holds_every_token_once_and_the_next_differs_in_order():
-    traces = random_traces(1, size=30)
-    batches = TraceDataModule(traces, tokens_per_batch=24, seed=0).train_dataloader()
-    assert isinstance(batches, TraceBatches)
-    first, second = list(batches), list(batches)
-    tokens = sum(len(item.input_ids) for item in traces)
-    for epoch in (first, second):
-        assert sum((batch.experts[..., 0, 0] != PADDING).sum().item() for batch in epoch) == tokens
-    assert [b.input_ids.tolist() for b in first] != [b.input_ids.tolist() for b in second]

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModel
 
 from ecospec.configs.cli import parse
 from ecospec.configs.errors import InputError
-from ecospec.data.module import BatchLimits, TraceBatches
+from ecospec.data.module import BatchLimits, TrainBatches
 from ecospec.data.traces import read_traces
 from ecospec.predictor import cli
 from ecospec.predictor.config import BackboneConfig, TrainConfig
@@ -126,8 +126,8 @@ def test_the_learning_rate_falls_with_elapsed_time_when_time_is_the_limit():
 
     config = options(max_minutes=1.0, warmup_steps=0)
     predictor = build_predictor(config, SHAPE, "hash", TABLE)
-    module = SixSecondSteps(predictor, config, traces, seconds_now=lambda: now[0])
-    batches = EndlessBatches(TraceBatches(traces, BatchLimits(tokens=config.tokens_per_batch), seed=0))
+    module = SixSecondSteps(predictor, config, len(traces), seconds_now=lambda: now[0])
+    batches = EndlessBatches(TrainBatches(traces, BatchLimits(tokens=config.tokens_per_batch), seed=0))
     run_trainer(make_trainer(config), module, batches)
     expected = [config.learning_rate * learning_rate_factor(step, 0, step / 10) for step in range(10)]
     assert seen == pytest.approx(expected)
