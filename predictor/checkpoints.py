@@ -34,7 +34,7 @@ def training_folder(config: TrainConfig) -> Path:
 def identity(config: TrainConfig, parts: list[dict]) -> dict:
     """What must be the same for a run to go on: the traces' parts and the keys, the number of processes first."""
     keys = {name: value for name, value in asdict(config).items() if name not in FREE}
-    return {"processes": config.devices * config.num_nodes, "parts": [part["sha256"] for part in parts], **keys}
+    return {"processes": config.processes, "parts": [part["sha256"] for part in parts], **keys}
 
 
 def state_to_resume(folder: Path, run: dict) -> Path | None:

@@ -110,7 +110,8 @@ class TrainConfig:
     gradient_clip: float = 1.0
     """Largest norm of the gradient."""
     batch_size: int | None = None
-    """Most samples in one batch of one process; by default `tokens_per_batch` alone decides."""
+    """Samples in one optimizer step, over all processes and accumulated batches; by default `tokens_per_batch` alone
+    decides."""
     tokens_per_batch: int = 4096
     """Most tokens in one batch of one process, padding included; a longer sample is a batch by itself."""
     accumulate: int = 1
@@ -151,5 +152,19 @@ class TrainConfig:
         for overlap in self.checkpoint_overlaps:
             if not 0 < overlap <= 1:
                 raise InputError(f"--checkpoint_overlaps {overlap}: must be above 0 and at most 1")
+        if self.batch_size is not None and self.batch_size % (self.processes * self.accumulate):
+            raise InputError(
+                f"--batch_size {self.batch_size}: must be a multiple of {self.processes * self.accumulate}"
+                " (devices x num_nodes x accumulate)"
+            )
         if self.early_stopping is not None and not self.validate_every:
             raise InputError("--early_stopping: needs held-out overlap to watch; give validate_every")
+
+    @property
+    def processes(self) -> int:
+        return self.devices * self.num_nodes
+
+    @property
+    def samples_per_batch(self) -> int | None:
+        """Of one process; None where only tokens limit it."""
+        return None if self.batch_size is None else self.batch_size // (self.processes * self.accumulate)

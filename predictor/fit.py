@@ -109,7 +109,7 @@ def fit(predictor: ExpertPredictor, traces: TraceSet, config: TrainConfig) -> di
     InputError when that state is of another run.
     """
     train, held_out = ([item for item in traces if item.split == split] for split in ("train", "test"))
-    data = TraceDataModule(train, held_out, BatchLimits(config.batch_size, config.tokens_per_batch), config.seed)
+    data = TraceDataModule(train, held_out, BatchLimits(config.samples_per_batch, config.tokens_per_batch), config.seed)
     module = PredictorModule(predictor.train(), config, len(train))
     if config.output is None:
         trainer, kept = make_trainer(config), {}

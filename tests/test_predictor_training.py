@@ -13,14 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel
 
 from ecospec.configs.cli import parse
 from ecospec.configs.errors import InputError
 from ecospec.data.module import BatchLimits, TrainBatches
 from ecospec.data.traces import read_traces
 from ecospec.predictor import cli
-from ecospec.predictor.config import BackboneConfig, TrainConfig
+from ecospec.predictor.config import TrainConfig
 from ecospec.predictor.evaluation import evaluate
 from ecospec.predictor.fit import build_predictor, require_answers
 from ecospec.predictor.lightning import FINAL_FACTOR, EndlessBatches, Limits, PredictorModule, learning_rate_factor
@@ -28,7 +27,7 @@ from ecospec.predictor.model import ExpertPredictor
 from ecospec.predictor.trainer import make_trainer, run_trainer
 from ecospec.tracing.cli import main as trace_main
 from ecospec.tracing.target import MoeShape
-from tests.learnable import SHAPE, TABLE, E, V, learnable_traces, options, trained
+from tests.learnable import SHAPE, TABLE, E, learnable_traces, options, trained
 from tests.tiny import tiny_target_folder
 
 ROW_KEYS = {
@@ -131,24 +130,6 @@ def test_the_learning_rate_falls_with_elapsed_time_when_time_is_the_limit():
     run_trainer(make_trainer(config), module, batches)
     expected = [config.learning_rate * learning_rate_factor(step, 0, step / 10) for step in range(10)]
     assert seen == pytest.approx(expected)
-
-
-def test_a_pretrained_backbone_keeps_its_weights_and_loses_its_vocabulary(tmp_path):
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = AutoConfig.for_model("llama", vocab_size=50, intermediate_size=48, pad_token_id=49, **sizes)
-    torch.manual_seed(7)
-    pretrained = AutoModel.from_config(config)
-    pretrained.save_pretrained(tmp_path)
-    changed = options(backbone=BackboneConfig(path=str(tmp_path)), max_steps=1)
-    predictor = build_predictor(changed, SHAPE, "hash", TABLE)
-    expected = {name: weight for name, weight in pretrained.state_dict().items() if "embed_tokens" not in name}
-    found = predictor.backbone.state_dict()
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    predictor.save_pretrained(tmp_path / "exported")
-    reloaded = ExpertPredictor.from_pretrained(tmp_path / "exported").attach_embedding(TABLE)
-    ids = torch.arange(V)[None]
-    assert torch.equal(reloaded(ids), predictor.eval()(ids))
 
 
 @pytest.fixture(scope="module")
