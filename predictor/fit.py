@@ -95,7 +95,7 @@ def build_predictor(config: TrainConfig, shape: MoeShape, config_sha256: str, ta
     if config.backbone.path is not None and config.backbone.pretrained:
         predictor.backbone, fed_rms = pretrained_backbone(config.backbone.path)
     if config.gradient_checkpointing:
-        predictor.backbone.gradient_checkpointing_enable({"use_reentrant": False})
+        predictor.backbone.activation_checkpointing_enable()
     rms = table_VD.float().square().mean().sqrt()
     nn.init.normal_(predictor.projection.weight, std=float(fed_rms / (rms * table_VD.shape[1] ** 0.5)))
     return predictor.attach_embedding(table_VD)

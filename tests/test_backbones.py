@@ -14,6 +14,7 @@ from ecospec.predictor.backbone import backbone_config
 from ecospec.predictor.config import BackboneConfig
 from ecospec.predictor.embedding import load_embedding
 from ecospec.predictor.evaluation import evaluate
+from ecospec.predictor.fit import fit
 from ecospec.predictor.model import ExpertPredictor, ExpertPredictorConfig, embedding_hash
 from tests.learnable import TABLE, V, learnable_traces, new_predictor, options, trained
 from tests.tiny import random_model
@@ -98,12 +99,17 @@ def test_an_encoder_decoder_is_refused(tmp_path):
         backbone_config(BackboneConfig(path=str(tmp_path)))
 
 
-def test_gradient_checkpointing_changes_memory_and_nothing_else():
-    states = [
-        trained(learnable_traces(0), options(max_steps=5, gradient_checkpointing=on))[0].state_dict()
-        for on in (False, True)
-    ]
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*(s.values() for s in states), strict=True))
+def test_gradient_checkpointing_computes_layers_twice_and_changes_nothing_else():
+    states, calls = [], []
+    for on in (False, True):
+        config = options(max_steps=5, gradient_checkpointing=on)
+        predictor, count = new_predictor(config), [0]
+        predictor.backbone.layers[0].mlp.register_forward_pre_hook(lambda *_, count=count: count.append(1))
+        fit(predictor, learnable_traces(0), config)
+        states.append(predictor.state_dict().values())
+        calls.append(sum(count))
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*states, strict=True))
+    assert calls == [5, 10]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "granitemoe"])

@@ -188,6 +188,35 @@ def test_an_exported_predictor_scores_what_its_metrics_say(recorded, tiny_target
     assert "--overwrite" in one_error_line(capsys)
 
 
+WITHOUT_TRAINING = """
+import importlib.metadata, sys
+absent = ("lightning", "pytorch-lightning", "deepspeed", "torchmetrics", "tensorboard")
+for name in absent:
+    sys.modules[name.replace("-", "_")] = None
+installed = [found for found in importlib.metadata.distributions() if found.name.lower() not in absent]
+importlib.metadata.distributions = lambda: installed
+from ecospec.inference.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_what_was_exported_decodes_where_lightning_and_deepspeed_are_not_installed(recorded, tiny_target, tmp_path):
+    assert cli.main(command(tiny_target, recorded, tmp_path / "predictor")) == 0
+    prompts, config = tmp_path / "prompts.txt", tmp_path / "decode.yaml"
+    prompts.write_text("word word word word\n")
+    selection = {"policy": "marginal", "gamma": 3, "footprints": "predictor"}
+    methods = [{"label": "plain", "drafter": "none"}, {"label": "EcoSpec", "selection": selection}]
+    keys = {"target": str(tiny_target), "drafter": {"kind": "prompt_lookup"}, "predictor": str(tmp_path / "predictor")}
+    keys |= {"prompts": str(prompts), "max_new_tokens": 6, "methods": methods}
+    config.write_text(json.dumps(keys))
+    words = ["eval", "--config", str(config), "--output", str(tmp_path / "run")]
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRAINING, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    runs = json.loads((tmp_path / "run" / "results.json").read_text())["runs"]
+    assert {"predictor"} == {run["footprints"] for run in runs if run["label"] == "EcoSpec"}
+    assert "lightning" not in json.loads((tmp_path / "run" / "provenance.json").read_text())["packages"]
+
+
 def test_a_predictor_is_evaluated_on_its_own_target_only(recorded, tiny_target, tmp_path, capsys):
     other = tiny_target_folder(tmp_path / "other", seed=8)
     of_target, of_other, traces = ["--target", str(tiny_target)], ["--target", str(other)], ["--traces", str(recorded)]
