@@ -1,11 +1,11 @@
 """What predictors are worth on traces: overlap and seconds a step, of a trained one and of the simple ones beside it.
 
-Letters: N tokens of one decoding step, T tokens, L MoE layers, E experts.
+Letters: N tokens of one decoding step, T tokens, L MoE layers, E experts, H hidden width.
 """
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,9 +16,10 @@ from transformers import DynamicCache
 
 from ecospec.configs.errors import InputError
 from ecospec.configs.files import provenance, replace_folder, require_new_folder, write_json
-from ecospec.data.traces import TraceSet, read_traces
+from ecospec.data.traces import Trace, TraceSet, read_traces
 from ecospec.predictor.config import TrainConfig
 from ecospec.predictor.embedding import load_embedding
+from ecospec.predictor.loss import CHUNK_TOKENS
 from ecospec.predictor.metrics import measure
 from ecospec.predictor.model import ExpertPredictor, load_predictor
 from ecospec.predictor.simple import FrequencyPredictor, TokenPredictor, fit_tables
@@ -59,11 +60,12 @@ def evaluate(predictor: ExpertPredictor, traces: TraceSet) -> dict:
     """
     predictor.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
-    def logits_of(input_ids_T: np.ndarray) -> Tensor:
-        return predictor(torch.from_numpy(input_ids_T.astype(np.int64))[None].to(predictor.device))[0]
+    def stretches_of(item: Trace) -> Iterator[Tensor]:
+        hidden_1TH = predictor.hidden(torch.from_numpy(item.input_ids.astype(np.int64))[None].to(predictor.device))
+        return map(predictor.logits, hidden_1TH[0].split(CHUNK_TOKENS))
 
     ladder = fit_tables(traces, predictor.config.vocab_size)
-    numbers = measure(logits_of, traces) | {"seconds_per_step": _predictor_seconds(predictor)}
+    numbers = measure(stretches_of, traces) | {"seconds_per_step": _predictor_seconds(predictor)}
     return numbers | {"ladder": {name: _simple_numbers(simple, traces) for name, simple in ladder.items()}}
 
 
@@ -95,7 +97,12 @@ def _identity(layers: list[int], num_experts: int, top_k: int, config_sha256: st
 
 def _simple_numbers(simple: FrequencyPredictor | TokenPredictor, traces: TraceSet) -> dict:
     ids_N = np.zeros(STEP_TOKENS, np.int32)
-    return measure(simple.logits, traces) | {"seconds_per_step": _median_seconds(lambda: simple.predict(ids_N))}
+
+    def stretches_of(item: Trace) -> Iterator[Tensor]:
+        firsts = range(0, len(item.input_ids), CHUNK_TOKENS)
+        return (simple.logits(item.input_ids[first : first + CHUNK_TOKENS]) for first in firsts)
+
+    return measure(stretches_of, traces) | {"seconds_per_step": _median_seconds(lambda: simple.predict(ids_N))}
 
 
 def _predictor_seconds(predictor: ExpertPredictor) -> float:

@@ -1,8 +1,8 @@
 """The training objective (EcoSpec §4.1, equations 5 and 6) on plain tensors, a stretch of tokens at a time.
 
-With q uniform over the K true experts, -Σ_e q_e log p_e = logsumexp(z) - mean of z over those K, so neither q nor
-log p is ever formed. Nor are all logits: head and loss run on `CHUNK_TOKENS` tokens at a time, and again in the
-backward pass. Knows nothing about models or files.
+With q uniform over the K true experts, -Σ_e q_e log p_e is the mean of -log p over those K, so q is never formed. Nor
+are all logits: head and loss run on `CHUNK_TOKENS` tokens at a time, and again in the backward pass. Knows nothing
+about models or files.
 
 Letters: B batch, T tokens, N tokens of a batch without padding, L MoE layers, E experts, K experts per token, H hidden
 width.
@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from ecospec.predictor.model import ExpertPredictor
 
 CHUNK_TOKENS = 1024
+LOSS_CHUNKS = 5  # as large as a chunk's logits, alive at once; measured 3.1, with an idle allocator's slack 4.2
 LogitsOf = Callable[[Tensor], Tensor]  # hidden states [N, H] → logits [N, L, E]
 
 
 def layer_losses(logits: Tensor, experts: Tensor) -> Tensor:
     """Cross-entropy in nats of each token and layer: logits [..., L, E], true ids [..., L, K] → [..., L]."""
-    return logits.logsumexp(-1) - logits.gather(-1, experts.long()).mean(-1)
+    return -logits.log_softmax(-1).gather(-1, experts.long()).mean(-1)
 
 
 def expert_loss(logits: Tensor, experts: Tensor) -> Tensor:
@@ -42,7 +43,8 @@ def batch_loss(predictor: "ExpertPredictor", batch: "Batch") -> Tensor:
 def chunked_loss(logits_of: LogitsOf, hidden_BTH: Tensor, experts_BTLK: Tensor, chosen_BT: Tensor) -> Tensor:
     """`expert_loss` of the chosen positions, with logits of `CHUNK_TOKENS` tokens at most in memory.
 
-    Beyond inputs, hidden states (twice) and gradients its peak is 5 · `CHUNK_TOKENS` · L · E float32 numbers.
+    Its peak is `LOSS_CHUNKS` · `CHUNK_TOKENS` · L · E float32 numbers beyond inputs, parameters, hidden states of all
+    positions and of the chosen ones, and the gradients of all these.
     """
     places_N = chosen_BT.flatten().nonzero().squeeze(-1)
     total = hidden_BTH.new_zeros((), dtype=torch.float32)

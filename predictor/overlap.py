@@ -28,7 +28,7 @@ class Overlap(torchmetrics.Metric):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, predictor: "ExpertPredictor", batch: "Batch") -> None:
-        """Count a padded batch, with logits of `CHUNK_TOKENS` tokens at most in memory."""
+        """Count a padded batch; its peak memory is 5 · `CHUNK_TOKENS` · L · E float32 numbers beyond hidden states."""
         answers_BT = batch.answers()
         hidden_NH, true_NLK = predictor.hidden(batch.input_ids)[answers_BT], batch.experts[answers_BT]
         for hidden, true in zip(hidden_NH.split(CHUNK_TOKENS), true_NLK.split(CHUNK_TOKENS), strict=True):

@@ -36,7 +36,9 @@ ROW_KEYS = {
     "overlap_train",
     "overlap_by_layer",
     "overlap_by_dataset",
+    "recall_at",
     "excess_loss",
+    "calibration",
     "seconds_per_step",
 }
 

@@ -3,6 +3,8 @@
 Letters: T tokens, L MoE layers, E experts, K experts per token.
 """
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import lightning
@@ -12,6 +14,7 @@ import torch
 
 from ecospec.data import module
 from ecospec.data.module import BatchLimits, HeldOutBatches, TraceDataModule, TrainBatches, collate, group_by_length
+from ecospec.predictor.overlap import Overlap
 
 L, E, K = 3, 10, 3
 LIMITS = [BatchLimits(tokens=120), BatchLimits(samples=8), BatchLimits(samples=5, tokens=150)]
@@ -147,6 +150,58 @@ def test_held_out_samples_are_seen_once_by_one_process_and_none_waits(monkeypatc
 
 def test_nothing_held_out_is_no_batch():
     assert list(HeldOutBatches([], LIMITS[0])) == []
+
+
+class Table(torch.nn.Module):
+    """A predictor that knows the token only."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.table = torch.nn.Embedding(100, L * E)
+
+    def hidden(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.table(input_ids)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.unflatten(-1, (L, E))
+
+
+def measure_in_process(rank: int, processes: int, folder: Path, lengths: list[int]) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=processes)
+    data = TraceDataModule(items_of(lengths), items_of(lengths), LIMITS[0], seed=0)
+    found = {"train": [batch.sample_ids for batch in data.train_dataloader()], "overlaps": []}
+    for seed in SEEDS:
+        overlap = Overlap()
+        for batch in data.val_dataloader():
+            overlap.update(Table(seed), batch)
+        found["overlaps"].append(overlap.compute().item())
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+@torch.no_grad()
+def overlap_by_sets(predictor: Table, items: list[SimpleNamespace]) -> float:
+    """The mean over all answer positions and layers, one sample after the other, without padding."""
+    shares = []
+    for item in items:
+        logits_TLE = predictor.logits(predictor.hidden(torch.from_numpy(item.input_ids)))
+        for t, layer in np.ndindex(len(item.input_ids) - item.prompt_len, L):
+            best = logits_TLE[item.prompt_len + t, layer].topk(K).indices.tolist()
+            shares.append(len(set(best) & set(item.experts[item.prompt_len + t, layer].tolist())) / K)
+    return sum(shares) / len(shares)
+
+
+def test_two_processes_measure_what_one_would_and_share_the_samples(tmp_path):
+    lengths = random_lengths(6, 35)
+    assert len(HeldOutBatches(items_of(lengths), LIMITS[0])) % 2  # one process has a batch less
+    torch.multiprocessing.spawn(measure_in_process, (2, tmp_path, lengths), nprocs=2)
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    expected = [overlap_by_sets(Table(seed), items_of(lengths)) for seed in SEEDS]
+    assert found[0]["overlaps"] == found[1]["overlaps"] == pytest.approx(expected)
+    mine, theirs = ({name for names in share["train"] for name in names} for share in found)
+    assert len(mine | theirs) == 35 and len(mine & theirs) <= max(map(len, found[0]["train"]))
 
 
 class Recorder(lightning.LightningModule):

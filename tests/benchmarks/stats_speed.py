@@ -24,7 +24,7 @@ L, E, K = 94, 128, 8
 DATASETS, SAMPLES, T, BATCH = 7, 2002, 500, 16
 
 
-def header() -> dict:
+def header(samples: int = SAMPLES) -> dict:
     return {
         "schema": 1,
         "target": {"name": "synthetic", "config_sha256": "none"},
@@ -34,7 +34,7 @@ def header() -> dict:
         "top_k": K,
         "id_dtype": id_dtype(E).name,
         "layout": "T,L,K",
-        "prompts": [{"dataset": f"set{n}", "samples": SAMPLES // DATASETS} for n in range(DATASETS)],
+        "prompts": [{"dataset": f"set{n}", "samples": len(range(n, samples, DATASETS))} for n in range(DATASETS)],
     }
 
 
@@ -57,11 +57,11 @@ def random_row(index: int, generator: np.random.Generator) -> dict:
     }
 
 
-def write_trace(path: Path) -> None:
-    folder, generator = TraceFolder(path, header()), np.random.default_rng(0)
-    for first in range(0, SAMPLES, BATCH):
-        folder.add([random_row(index, generator) for index in range(first, min(first + BATCH, SAMPLES))])
-    folder.finalise([f"key{index}" for index in range(SAMPLES)])
+def write_trace(path: Path, samples: int = SAMPLES) -> None:
+    folder, generator = TraceFolder(path, header(samples)), np.random.default_rng(0)
+    for first in range(0, samples, BATCH):
+        folder.add([random_row(index, generator) for index in range(first, min(first + BATCH, samples))])
+    folder.finalise([f"key{index}" for index in range(samples)])
 
 
 def measure(traces: Path, output: Path) -> int:
