@@ -72,7 +72,7 @@ def write_folder(folder: Path, write: Callable[[Path], object]) -> None:
 class Checkpoints(lightning.Callback):
     """Measures held-out overlap every so many steps and at the end, keeps what is worth it, and ends a run early.
 
-    `held_out` gives this process's batches. After an interrupt the step's state is saved and KeyboardInterrupt raised.
+    `held_out` gives this process's batches. An interrupt saves the step's state, too.
     """
 
     def __init__(self, folder: Path, config: TrainConfig, run: dict, held_out: Callable[[], Iterable[Batch]]) -> None:
@@ -101,8 +101,6 @@ class Checkpoints(lightning.Callback):
             self._validate(trainer, module)
         if due or ended or module.interrupted:
             self._save_state(trainer)
-        if module.interrupted:
-            raise KeyboardInterrupt
 
     @torch.no_grad()
     def _validate(self, trainer: lightning.Trainer, module: PredictorModule) -> None:

@@ -84,8 +84,8 @@ class EndlessBatches:
 class PredictorModule(lightning.LightningModule):
     """Trains `predictor` in place on `num_samples` samples an epoch; `seconds_now` is a clock in seconds.
 
-    Counts are over all processes: `samples` and `tokens` seen, `seconds` of training. Setting
-    `interrupted` in any of them ends training after the optimizer step in all.
+    Counts are over all processes: `samples` and `tokens` seen, `seconds` of training. Where `interrupted` is set in any
+    of them, all raise KeyboardInterrupt once their callbacks have seen the end of the optimizer step.
     """
 
     def __init__(
@@ -128,6 +128,8 @@ class PredictorModule(lightning.LightningModule):
     def on_train_batch_end(self, outputs: dict, batch: Batch, batch_idx: int) -> None:
         if not self.step_ended(batch_idx):
             return
+        if self.interrupted:
+            raise KeyboardInterrupt
         if self.progress() >= 1:
             self.trainer.should_stop = True
         if self.global_step % LOG_STEPS == 0 or self.trainer.should_stop:
@@ -190,7 +192,7 @@ class PredictorModule(lightning.LightningModule):
         if math.isfinite(loss):
             return f"step {self.global_step}: the loss of another process is not finite"
         samples = ", ".join(batch.sample_ids)
-        remedy = "lower --learning_rate or look at the weights started from (the last good state is kept)"
+        remedy = "lower --learning_rate or look at the weights started from (what was saved before is kept)"
         return f"step {self.global_step}: the loss is {loss} on samples {samples}; {remedy}"
 
     def _how_it_goes(self) -> str:

@@ -3,11 +3,10 @@
 Knows nothing about predictors or files beyond the folder that it is given for logs.
 """
 
-import contextlib
 import importlib.util
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -41,7 +40,7 @@ def make_trainer(config: TrainConfig, logs: Path | None = None, callbacks: tuple
         accumulate_grad_batches=config.accumulate,
         gradient_clip_val=config.gradient_clip,
         logger=make_loggers(config, logs) if logs else False,
-        callbacks=[*callbacks, *bar],
+        callbacks=[*callbacks, *bar, Interrupts()],
         use_distributed_sampler=False,
         enable_checkpointing=False,
         enable_model_summary=False,
@@ -88,39 +87,36 @@ class ShareBar(TQDMProgressBar):
             self.train_progress_bar.set_postfix({"excess_loss": module.step_loss(), **module.shown})
 
 
+class Interrupts(lightning.Callback):
+    """Once training has begun the first interrupt only asks it to end with its step; the second ends everything."""
+
+    def on_train_start(self, trainer: lightning.Trainer, module: PredictorModule) -> None:
+        def interrupt(number: int, frame: FrameType | None) -> None:
+            if module.interrupted:
+                raise KeyboardInterrupt
+            module.interrupted = True
+
+        for number in INTERRUPTS:  # in place of Lightning's, whose SIGTERM does not wait for the end of a step
+            signal.signal(number, interrupt)
+
+
 def run_trainer(
     trainer: lightning.Trainer, module: PredictorModule, batches: EndlessBatches, state: Path | None = None
 ) -> None:
-    """`trainer.fit` from `state` on, in which Ctrl-C ends the step, and a second Ctrl-C everything at once.
+    """`trainer.fit` from `state` on. An interrupt is KeyboardInterrupt, and leaves the signals' handlers as they were.
 
-    Lightning turns Ctrl-C into `SystemExit(1)` and ignores it from then on: here it stays KeyboardInterrupt.
+    Lightning would make it `SystemExit(1)` and ignore all that follow.
     """
-    with finishing_the_step(module):
-        try:
-            trainer.fit(module, train_dataloaders=batches, ckpt_path=state, weights_only=True)
-        except SystemExit as exit_:
-            if not (module.interrupted or isinstance(exit_.__context__, KeyboardInterrupt)):
-                raise
-            raise KeyboardInterrupt from None
+    handlers = {number: signal.getsignal(number) for number in INTERRUPTS}
+    try:
+        trainer.fit(module, train_dataloaders=batches, ckpt_path=state, weights_only=True)
+    except SystemExit as exit_:
+        if not isinstance(exit_.__context__, KeyboardInterrupt):
+            raise
+        raise KeyboardInterrupt from None
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def finishing_the_step(module: PredictorModule) -> Iterator[None]:
-    """Within it the first interrupt only sets `module.interrupted`; afterwards the handlers are what they were."""
-    previous = {number: signal.getsignal(number) for number in INTERRUPTS}
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        if module.interrupted:
-            raise KeyboardInterrupt
-        module.interrupted = True
-
-    try:
-        for number in INTERRUPTS:
-            signal.signal(number, interrupt)
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -7,6 +7,7 @@ import json
 import math
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -202,6 +203,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_what_was_exported_decodes_where_lightning_and_deepspeed_are_not_installed(recorded, tiny_target, tmp_path):
     assert cli.main(command(tiny_target, recorded, tmp_path / "predictor")) == 0
     prompts, config = tmp_path / "prompts.txt", tmp_path / "decode.yaml"
@@ -268,6 +270,26 @@ def test_a_failed_write_is_one_line_and_leaves_no_part(recorded, tiny_target, tm
     assert "large" in one_error_line(capsys)
     assert not (tmp_path / "predictor").exists()
     assert {p.name for p in (tmp_path / "predictor.training").iterdir()} <= {"csv", "tensorboard"}
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [(KeyboardInterrupt(), 130, "interrupted"), (float("nan"), 1, "step 0: the loss is nan on samples words/")],
+)
+def test_an_interrupt_and_a_bad_loss_are_one_line(
+    error, code, line, recorded, tiny_target, tmp_path, capsys, monkeypatch
+):
+    def spoiled(*_: object) -> torch.Tensor:
+        if isinstance(error, BaseException):
+            raise error
+        return torch.tensor(error)
+
+    handler = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr("ecospec.predictor.lightning.batch_loss", spoiled)
+    assert cli.main(command(tiny_target, recorded, tmp_path / "predictor")) == code
+    assert line in one_error_line(capsys)
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert not (tmp_path / "predictor").exists()
 
 
 def test_another_exit_from_training_stays_what_it_is(monkeypatch):

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from ecospec.configs.errors import DamageError, InputError
 from ecospec.predictor import lightning as training
 from ecospec.predictor.checkpoints import training_folder
+from ecospec.predictor.evaluation import evaluate
 from ecospec.predictor.lightning import PredictorModule
-from ecospec.predictor.metrics import measure
 from ecospec.predictor.model import ExpertPredictor, load_predictor
 from tests.learnable import TABLE, learnable_traces, options, trained
 
@@ -75,11 +75,11 @@ def test_a_run_cut_off_anywhere_goes_on_with_the_same_losses_and_weights(cut, ch
 
 
 def test_epochs_end_and_begin_where_they_would_have(losses, tmp_path, monkeypatch):
-    """6 batches an epoch: cuts in the middle, just before and just after the end of one."""
+    """6 batches an epoch: cuts just before and just after the end of one."""
     traces, expected = learnable_traces(0), None
-    for cut in (None, 8, 11, 12, 13):
+    for cut in (None, 11, 12):
         losses.clear()
-        config = options(output=str(tmp_path / str(cut)), max_epochs=4, validate_every=1)
+        config = options(output=str(tmp_path / str(cut)), max_epochs=3, validate_every=1)
         if cut is not None:
             with monkeypatch.context() as patch:
                 cut_at(cut, patch, Cut())
@@ -119,9 +119,7 @@ def test_best_is_the_best_and_what_was_measured_can_be_measured_again(tmp_path):
     assert kept.keys() == {"best", "overlap-0.3", "overlap-0.4"}
     for name, folder in kept.items():
         assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors", "metrics.json"}
-        loaded = load_predictor(folder).attach_embedding(TABLE).eval()
-        with torch.no_grad():
-            again = measure(lambda ids, p=loaded: p(torch.tensor(ids, dtype=torch.int64)[None])[0], traces)["overlap"]
+        again = evaluate(load_predictor(folder).attach_embedding(TABLE), traces)["overlap"]
         recorded = json.loads((folder / "metrics.json").read_text())
         assert again == pytest.approx(recorded["overlap"], abs=1e-9)
         assert name == "best" or again >= float(name.split("-")[1])
