@@ -105,8 +105,10 @@ def replace_folder(folder: Path, write: Callable[[Path], object]) -> None:
 
 
 def package_versions() -> dict[str, str]:
+    """Of the packages that are installed: decoding needs no Lightning."""
     names = ("ecospec", "torch", "transformers", "lightning", "pyarrow", "tokenizers", "numpy")
-    return {name: importlib.metadata.version(name) for name in names}
+    installed = {found.name.lower() for found in importlib.metadata.distributions()}
+    return {name: importlib.metadata.version(name) for name in names if name in installed}
 
 
 def provenance() -> dict:

@@ -19,6 +19,8 @@ def train_predictor(config: TrainConfig) -> None:
     from ecospec.predictor.fit import train_predictor as train
 
     metrics = train(config)
+    if metrics is None:  # another process than the first
+        return
     print(table({"predictor": metrics, **metrics["ladder"]}))
     print(f"written to {config.output}")
 

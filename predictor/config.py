@@ -13,16 +13,23 @@ _POSITIVE = (
     "max_epochs",
     "learning_rate",
     "gradient_clip",
+    "batch_size",
     "tokens_per_batch",
+    "accumulate",
+    "early_stopping",
+    "devices",
+    "num_nodes",
     "threads",
 )
-_NOT_NEGATIVE = ("warmup_steps", "weight_decay", "seed")
+_NOT_NEGATIVE = ("validate_every", "warmup_steps", "weight_decay", "seed")
 
 
 @dataclass
 class BackboneConfig:
     path: str | None = None
-    """Hub id or folder of a dense decoder whose weights to start from; none: a fresh one of the sizes below."""
+    """Hub id or folder of a dense decoder to start from; none: a fresh one of the sizes below."""
+    pretrained: bool = True
+    """Start from the weights at `backbone.path`; false: from its configuration alone, with random weights."""
     hidden_size: int = 128
     """Width of a fresh backbone."""
     num_layers: int = 2
@@ -99,13 +106,35 @@ class TrainConfig:
     warmup_steps: int = 20
     """Optimizer steps of linear warm-up."""
     weight_decay: float = 0.05
-    """AdamW's decay of matrices (vectors have none)."""
+    """AdamW's decay of matrices (vectors have none); with 0 it is Adam."""
     gradient_clip: float = 1.0
     """Largest norm of the gradient."""
+    batch_size: int | None = None
+    """Samples in one optimizer step, over all processes and accumulated batches; by default `tokens_per_batch` alone
+    decides."""
     tokens_per_batch: int = 4096
-    """Tokens in one optimizer step, padding included; a longer sample is a batch by itself."""
+    """Most tokens in one batch of one process, padding included; a longer sample is a batch by itself."""
+    accumulate: int = 1
+    """Batches of each process whose gradients are averaged for one optimizer step."""
+    gradient_checkpointing: bool = False
+    """Compute the backbone's activations again in the backward pass instead of keeping them: less memory, more time."""
+    validate_every: int = 500
+    """Optimizer steps between measurements of held-out overlap, each of which leaves a state to resume from; 0: none
+    until the end, and the last weights are exported, not the best."""
+    early_stopping: int | None = None
+    """End training after this many measurements in a row without a better held-out overlap; never by default."""
+    checkpoint_overlaps: list[float] = field(default_factory=list)
+    """Keep a predictor folder of the first weights that reach each of these held-out overlaps."""
+    strategy: Literal["auto", "ddp", "deepspeed_stage_1", "deepspeed_stage_2"] = "auto"
+    """How several processes share the work, in Lightning's words; DeepSpeed needs GPUs and `ecospec[deepspeed]`."""
+    devices: int = 1
+    """Processes on each node, a GPU each where there are any."""
+    num_nodes: int = 1
+    """Machines; start the same command on each with `torchrun`."""
     precision: Literal["32-true", "bf16-mixed"] = "32-true"
-    """Arithmetic of training, in Lightning's words; weights and exports are float32."""
+    """Arithmetic of training, in Lightning's words; exports are float32."""
+    loggers: list[Literal["csv", "tensorboard", "wandb"]] = field(default_factory=lambda: ["csv", "tensorboard"])
+    """Where loss, learning rate and held-out overlap are written down; `wandb` must be installed."""
     seed: int = 0
     """Seeds the initial weights and the order of the samples."""
     threads: int | None = None
@@ -120,3 +149,22 @@ class TrainConfig:
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise InputError(f"--{name} {value}: must be 0 or more, and finite")
+        for overlap in self.checkpoint_overlaps:
+            if not 0 < overlap <= 1:
+                raise InputError(f"--checkpoint_overlaps {overlap}: must be above 0 and at most 1")
+        if self.batch_size is not None and self.batch_size % (self.processes * self.accumulate):
+            raise InputError(
+                f"--batch_size {self.batch_size}: must be a multiple of {self.processes * self.accumulate}"
+                " (devices x num_nodes x accumulate)"
+            )
+        if self.early_stopping is not None and not self.validate_every:
+            raise InputError("--early_stopping: needs held-out overlap to watch; give validate_every")
+
+    @property
+    def processes(self) -> int:
+        return self.devices * self.num_nodes
+
+    @property
+    def samples_per_batch(self) -> int | None:
+        """Of one process; None where only tokens limit it."""
+        return None if self.batch_size is None else self.batch_size // (self.processes * self.accumulate)

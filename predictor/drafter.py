@@ -24,11 +24,12 @@ from ecospec.configs.errors import InputError
 from ecospec.configs.files import write_json
 from ecospec.data.traces import Trace, TraceSet
 from ecospec.inference.drafters.eagle3 import Eagle3Head, default_feature_layers
+from ecospec.predictor.checkpoints import write_folder
 from ecospec.predictor.config import HeadConfig, TrainConfig
 from ecospec.predictor.drafter_rollout import DraftBatch, rollout_losses, score, weighted_loss
 from ecospec.predictor.drafter_text import TargetText, read_text
 from ecospec.predictor.evaluation import require_same_target
-from ecospec.predictor.fit import export, open_traces, prepare_process, training_provenance
+from ecospec.predictor.fit import open_traces, prepare_process, training_provenance
 from ecospec.predictor.lightning import LOG_SECONDS, Limits, learning_rate_factor, optimizer_groups
 from ecospec.tracing.target import Target, load_target
 
@@ -53,7 +54,7 @@ def train_drafter(config: TrainConfig) -> dict:
     model.cpu()  # where the head learns
     training = fit(head, text, output_rows(model, head), config)
     metrics = evaluate(head, held_out, config) | training
-    export(config, lambda folder: _write(folder, head, metrics, config, target, traces))
+    write_folder(Path(config.output), lambda folder: _write(folder, head, metrics, config, target, traces))
     return metrics
 
 

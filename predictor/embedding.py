@@ -25,6 +25,9 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 def load_embedding(target: TargetConfig) -> Tensor:
     """The table [V, D] in the dtype of the checkpoint, from safetensors files in a folder or on the hub.
 
+    These are the plain rows. Where a target scales what it looks up, in its embedding module (Gemma) or after it
+    (Granite), the predictor does not see that, here no more than in decoding: its projection learns a scale of its own.
+
     Raises InputError when the checkpoint has no such files, or none of its weights has the table's name.
     """
     names = _possible_names(target)

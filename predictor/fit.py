@@ -7,42 +7,50 @@ Letters: L MoE layers, E experts, V vocabulary, D embedding width.
 """
 
 import logging
-import signal
 import sys
-import time
 import warnings
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import lightning
 import torch
 import transformers
-from safetensors import SafetensorError
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, PreTrainedConfig
 
 from ecospec.configs.errors import InputError
-from ecospec.configs.files import provenance, replace_folder, require_new_folder, write_json
+from ecospec.configs.files import provenance, require_new_folder, write_json
 from ecospec.data.module import BatchLimits, TraceDataModule
 from ecospec.data.traces import TraceSet, read_traces
+from ecospec.predictor.backbone import FRESH_RMS, backbone_config, pretrained_backbone
 from ecospec.predictor.base import embedding_hash
-from ecospec.predictor.config import BackboneConfig, TrainConfig
+from ecospec.predictor.checkpoints import (
+    BEST,
+    Checkpoints,
+    finish,
+    identity,
+    load_weights,
+    save_predictor,
+    start_afresh,
+    state_to_resume,
+    training_folder,
+    write_folder,
+)
+from ecospec.predictor.config import TrainConfig
 from ecospec.predictor.embedding import load_embedding
 from ecospec.predictor.evaluation import evaluate, require_same_target
-from ecospec.predictor.lightning import PredictorModule
-from ecospec.predictor.model import ExpertPredictor, ExpertPredictorConfig, without_vocabulary
+from ecospec.predictor.lightning import EndlessBatches, PredictorModule
+from ecospec.predictor.model import ExpertPredictor, ExpertPredictorConfig
+from ecospec.predictor.trainer import make_trainer, run_trainer
 from ecospec.tracing.target import MoeShape, config_hash, load_target_config, shape_of
 
-# Of projected embeddings before training. Smaller, and the first attention layer drowns what the token is (measured).
-PROJECTED_RMS = 0.1
 
+def train_predictor(config: TrainConfig) -> dict | None:
+    """Fit, evaluate and export as `config` says; returns the content of `metrics.json`, in the first process only.
 
-def train_predictor(config: TrainConfig) -> dict:
-    """Fit, evaluate and export as `config` says; returns the content of `metrics.json`.
-
-    Raises InputError for a missing key, an output folder in use, or traces that are not this target's or hold no
-    answers to learn from and to measure; OSError when the export cannot be written.
+    Raises InputError for a missing key, an output folder in use, traces that are not this target's or hold no answers
+    to learn from and to measure, or an interrupted run with other keys; DamageError for a loss that is not finite;
+    OSError when something cannot be written.
     """
     traces = open_traces(config)
     require_answers(traces, config)
@@ -52,8 +60,11 @@ def train_predictor(config: TrainConfig) -> dict:
     prepare_process(config)
     predictor = build_predictor(config, shape, config_hash(model_config), load_embedding(config.target))
     training = fit(predictor, traces, config)
+    if rank_zero_only.rank != 0:
+        return None
     metrics = evaluate(predictor, traces)
-    export(config, lambda folder: _write(folder, predictor, metrics, config, traces, training))
+    write_folder(Path(config.output), lambda folder: _write(folder, predictor, metrics, config, traces, training))
+    finish(training_folder(config))
     return metrics
 
 
@@ -69,9 +80,8 @@ def require_answers(traces: TraceSet, config: TrainConfig) -> None:
 def build_predictor(config: TrainConfig, shape: MoeShape, config_sha256: str, table_VD: Tensor) -> ExpertPredictor:
     """A predictor for the target with this shape and embedding table, its backbone fresh or from `backbone.path`."""
     torch.manual_seed(config.seed)
-    backbone_config = _backbone_config(config.backbone)
     predictor_config = ExpertPredictorConfig(
-        backbone=backbone_config,
+        backbone=backbone_config(config.backbone),
         num_layers=len(shape.layers),
         num_experts=shape.num_experts,
         num_experts_per_tok=shape.top_k,
@@ -82,52 +92,53 @@ def build_predictor(config: TrainConfig, shape: MoeShape, config_sha256: str, ta
         embedding_size=table_VD.shape[1],
         embedding_sha256=embedding_hash(table_VD),
     )
-    predictor = ExpertPredictor(predictor_config)
+    predictor, fed_rms = ExpertPredictor(predictor_config), FRESH_RMS
+    if config.backbone.path is not None and config.backbone.pretrained:
+        predictor.backbone, fed_rms = pretrained_backbone(config.backbone.path)
+    if config.gradient_checkpointing:
+        predictor.backbone.activation_checkpointing_enable()
     rms = table_VD.float().square().mean().sqrt()
-    nn.init.normal_(predictor.projection.weight, std=float(PROJECTED_RMS / (rms * table_VD.shape[1] ** 0.5)))
-    if config.backbone.path is not None:
-        pretrained = AutoModel.from_pretrained(config.backbone.path, dtype=torch.float32)
-        predictor.backbone = without_vocabulary(pretrained)
+    nn.init.normal_(predictor.projection.weight, std=float(fed_rms / (rms * table_VD.shape[1] ** 0.5)))
     return predictor.attach_embedding(table_VD)
 
 
 def fit(predictor: ExpertPredictor, traces: TraceSet, config: TrainConfig) -> dict:
-    """Train in place on the `train` samples until the first limit; returns steps, seconds, samples and tokens seen."""
-    items = [item for item in traces if item.split == "train"]
-    module = PredictorModule(predictor.train(), config, len(items))
-    trainer = make_trainer(config)
-    limits = BatchLimits(tokens=config.tokens_per_batch)
-    run_trainer(trainer, module, TraceDataModule(items, [], limits, config.seed))
-    seconds = time.monotonic() - module.started
-    return {"steps": trainer.global_step, "seconds": seconds, "samples": len(items), "tokens_seen": module.tokens}
+    """Train in place on the `train` samples until the first limit; returns steps, seconds, samples and tokens seen.
+
+    Where `output` is given, a state that the same command left behind is resumed, what `checkpoints` says is kept, and
+    the first process ends with the best weights by held-out overlap. Raises DamageError for a loss that is not finite,
+    InputError when that state is of another run.
+    """
+    train, held_out = ([item for item in traces if item.split == split] for split in ("train", "test"))
+    data = TraceDataModule(train, held_out, BatchLimits(config.samples_per_batch, config.tokens_per_batch), config.seed)
+    module = PredictorModule(predictor.train(), config, len(train))
+    if config.output is None:
+        trainer, kept = make_trainer(config), {}
+        run_trainer(trainer, module, EndlessBatches(data.train_dataloader()))
+        predictor.float()
+    else:
+        trainer, kept = _fit_with_checkpoints(module, data, config, traces)
+    counts = {"seconds": module.seconds, "samples": len(train), "tokens_seen": module.tokens}
+    return {"steps": trainer.global_step, **counts, **kept}
 
 
-def make_trainer(config: TrainConfig) -> lightning.Trainer:
-    """A trainer that writes nothing and runs until its module says stop."""
-    return lightning.Trainer(
-        accelerator="auto",
-        devices=1,
-        precision=config.precision,
-        max_epochs=-1,
-        use_distributed_sampler=False,
-        gradient_clip_val=config.gradient_clip,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=sys.stderr.isatty(),
-    )
-
-
-def run_trainer(trainer: lightning.Trainer, module: PredictorModule, data: TraceDataModule) -> None:
-    """`trainer.fit`, which turns Ctrl-C into `SystemExit(1)` and ignores it from then on: here it stays Ctrl-C."""
-    handler = signal.getsignal(signal.SIGINT)
-    try:
-        trainer.fit(module, datamodule=data)
-    except SystemExit as exit_:
-        if not isinstance(exit_.__context__, KeyboardInterrupt):
-            raise
-        signal.signal(signal.SIGINT, handler)
-        raise KeyboardInterrupt from None
+def _fit_with_checkpoints(
+    module: PredictorModule, data: TraceDataModule, config: TrainConfig, traces: TraceSet
+) -> tuple[lightning.Trainer, dict]:
+    folder = training_folder(config)
+    run = identity(config, traces.manifest["parts"])
+    state = state_to_resume(folder, run)
+    checkpoints = Checkpoints(folder, config, run, data.val_dataloader)
+    trainer = make_trainer(config, folder, (checkpoints,))
+    if state is None and trainer.is_global_zero:
+        start_afresh(folder)
+    run_trainer(trainer, module, EndlessBatches(data.train_dataloader()), state)
+    module.predictor.float()  # DeepSpeed's mixed precision leaves it in bfloat16
+    if not config.validate_every:
+        return trainer, {}
+    if trainer.is_global_zero:
+        load_weights(module.predictor, folder / BEST)
+    return trainer, {"best_step": checkpoints.best_step, "best_overlap": checkpoints.best}
 
 
 def open_traces(config: TrainConfig) -> TraceSet:
@@ -139,14 +150,6 @@ def open_traces(config: TrainConfig) -> TraceSet:
         raise InputError("--max_minutes: training has no limit; give max_minutes, max_steps or max_epochs")
     require_new_folder(Path(config.output), config.overwrite, "metrics.json")
     return read_traces(config.traces)
-
-
-def export(config: TrainConfig, write: Callable[[Path], object]) -> None:
-    """Let `write` fill what becomes the output folder. Raises OSError, also where safetensors could not write."""
-    try:
-        replace_folder(Path(config.output), write)
-    except SafetensorError as error:
-        raise OSError(f"--output {config.output}: {error}") from None
 
 
 def training_provenance(config: TrainConfig, traces: TraceSet) -> dict:
@@ -168,30 +171,9 @@ def prepare_process(config: TrainConfig) -> None:
     warnings.filterwarnings("ignore", message=r".*LeafSpec.* is deprecated", module=r"lightning\.")
 
 
-def _backbone_config(config: BackboneConfig) -> PreTrainedConfig:
-    """Configuration of a decoder without vocabulary. Raises InputError when `backbone.path` has none."""
-    if config.path is None:
-        return AutoConfig.for_model(
-            "qwen3",
-            vocab_size=1,
-            hidden_size=config.hidden_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_heads,
-            head_dim=config.hidden_size // config.num_heads,
-            intermediate_size=config.intermediate_size,
-        )
-    try:
-        backbone = AutoConfig.from_pretrained(config.path)
-    except (OSError, ValueError) as error:
-        raise InputError(f"--backbone.path {config.path}: cannot read a model configuration ({error})") from None
-    backbone.vocab_size, backbone.pad_token_id = 1, None
-    return backbone
-
-
 def _write(
     folder: Path, predictor: ExpertPredictor, metrics: dict, config: TrainConfig, traces: TraceSet, training: dict
 ) -> None:
-    predictor.save_pretrained(folder)
+    save_predictor(folder, predictor)
     write_json(folder / "metrics.json", metrics)
     write_json(folder / "provenance.json", training_provenance(config, traces) | {"training": training})

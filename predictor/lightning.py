@@ -1,19 +1,23 @@
 """The predictor as a Lightning module: loss, optimizer, and a schedule that follows whichever limit ends training.
 
-Knows nothing about files, evaluation or the shape of the batches' origin. Letters as in `ecospec.predictor.model`.
+Knows nothing about files, evaluation or the shape of the batches' origin. All processes hold the same counts, so that
+they agree on the learning rate and on when to stop. Letters as in `ecospec.predictor.model`.
 """
 
 import logging
 import math
+import statistics
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import lightning
 import torch
 from torch import Tensor
 
-from ecospec.data.module import Batch
+from ecospec.configs.errors import DamageError
+from ecospec.data.module import Batch, TrainBatches
 from ecospec.predictor.config import TrainConfig
 from ecospec.predictor.loss import batch_loss, excess_loss
 from ecospec.predictor.model import ExpertPredictor
@@ -22,6 +26,7 @@ log = logging.getLogger(__name__)
 
 FINAL_FACTOR = 0.05  # of the peak learning rate, reached when training ends
 LOG_SECONDS = 10.0
+LOG_STEPS = 10  # optimizer steps between two rows of the loggers
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,35 @@ def optimizer_groups(module: torch.nn.Module, weight_decay: float) -> list[dict]
     ]
 
 
+class EndlessBatches:
+    """Epoch after epoch of `batches` in one iteration, so that for Lightning training is a single epoch.
+
+    Its state is the place after the batch that is being trained on: Lightning fetches one batch ahead of that.
+    """
+
+    def __init__(self, batches: TrainBatches) -> None:
+        self.batches, self.trained = batches, batches.state_dict()
+
+    def __iter__(self) -> Iterator[Batch]:
+        given = self.batches.state_dict()
+        while True:
+            for batch in self.batches:
+                self.trained, given = given, self.batches.state_dict()
+                yield batch
+
+    def state_dict(self) -> dict:
+        return self.trained
+
+    def load_state_dict(self, state: dict) -> None:
+        self.batches.load_state_dict(state)
+
+
 class PredictorModule(lightning.LightningModule):
-    """Trains `predictor` in place on `num_samples` samples an epoch; `seconds_now` is a clock in seconds."""
+    """Trains `predictor` in place on `num_samples` samples an epoch; `seconds_now` is a clock in seconds.
+
+    Counts are over all processes: `samples` and `tokens` seen, `seconds` of training. Where `interrupted` is set in any
+    of them, all raise KeyboardInterrupt once their callbacks have seen the end of the optimizer step.
+    """
 
     def __init__(
         self,
@@ -67,38 +99,102 @@ class PredictorModule(lightning.LightningModule):
         self.predictor, self.options, self.num_samples, self.seconds_now = predictor, config, num_samples, seconds_now
         self.limits = Limits(config.max_minutes, config.max_steps, config.max_epochs)
         self.samples = self.tokens = 0
+        self.seconds = 0.0
+        self.interrupted = False
+        self.shown: dict[str, float] = {}  # beside the progress bar
+        self.losses: deque[float] = deque(maxlen=config.accumulate)  # of the last batches, over all processes
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         groups = optimizer_groups(self.predictor, self.options.weight_decay)
         return torch.optim.AdamW(groups, lr=self.options.learning_rate, betas=(0.9, 0.95))
 
     def on_train_start(self) -> None:
-        self.started = self.logged = self.seconds_now()
+        self.logged = self.seconds_now()
+        self.started = self.logged - self.seconds
+        if self.progress() >= 1:  # a run that was cut off after its last step
+            self.trainer.should_stop = True
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        factor = learning_rate_factor(self.global_step, self.options.warmup_steps, self.progress())
+        torch.manual_seed(hash((self.options.seed, self.global_rank, batch_idx)))  # a resumed run drops out the same
         for group in self.optimizers().param_groups:
-            group["lr"] = self.options.learning_rate * factor
+            group["lr"] = self.learning_rate()
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        return batch_loss(self.predictor, batch)
+        """Raises DamageError in all processes when the loss of any is not finite."""
+        loss = batch_loss(self.predictor, batch)
+        self._count(batch, loss.item())
+        return loss
 
     def on_train_batch_end(self, outputs: dict, batch: Batch, batch_idx: int) -> None:
-        self.samples += len(batch.input_ids)
-        self.tokens += batch.input_ids.numel()
+        if not self.step_ended(batch_idx):
+            return
+        if self.interrupted:
+            raise KeyboardInterrupt
         if self.progress() >= 1:
             self.trainer.should_stop = True
+        if self.global_step % LOG_STEPS == 0 or self.trainer.should_stop:
+            self.write_row(
+                {"excess_loss": self.step_loss(), "learning_rate": self.learning_rate(), "tokens": self.tokens}
+            )
         if self.trainer.should_stop or self.seconds_now() - self.logged >= LOG_SECONDS:
-            self._log_line(excess_loss(outputs["loss"].item(), self.predictor.config.num_experts_per_tok))
+            self.logged = self.seconds_now()
+            self.say(self._how_it_goes())
+
+    def on_save_checkpoint(self, checkpoint: dict) -> None:
+        checkpoint["counts"] = {"samples": self.samples, "tokens": self.tokens, "seconds": self.seconds}
+
+    def on_load_checkpoint(self, checkpoint: dict) -> None:
+        for name, value in checkpoint["counts"].items():
+            setattr(self, name, value)
+
+    def step_ended(self, batch_idx: int) -> bool:
+        """Whether an optimizer step followed this batch."""
+        return (batch_idx + 1) % self.options.accumulate == 0
 
     def progress(self) -> float:
         """Share of training that is done."""
-        return self.limits.progress(
-            self.seconds_now() - self.started, self.global_step, self.samples / self.num_samples
-        )
+        return self.limits.progress(self.seconds, self.global_step, self.samples / self.num_samples)
 
-    def _log_line(self, excess: float) -> None:
-        self.logged = self.seconds_now()
-        rate = self.tokens / (self.logged - self.started)
-        share = min(1.0, self.progress())
-        log.info("step %d: excess loss %.3f, %.0f tokens/s, %.0f %%", self.global_step, excess, rate, 100 * share)
+    def learning_rate(self) -> float:
+        """The one of the next optimizer step."""
+        factor = learning_rate_factor(self.global_step, self.options.warmup_steps, self.progress())
+        return self.options.learning_rate * factor
+
+    def step_loss(self) -> float:
+        """Excess loss of the last optimizer step, a mean over its batches."""
+        return excess_loss(statistics.fmean(self.losses), self.predictor.config.num_experts_per_tok)
+
+    def write_row(self, numbers: dict[str, float]) -> None:
+        """A row in every logger, on disk at once."""
+        for logger in self.loggers:
+            logger.log_metrics(numbers, step=self.global_step)
+            logger.save()
+
+    def say(self, what: str) -> None:
+        """A log line about the last step, from the first process only."""
+        if self.trainer.is_global_zero:
+            log.info("step %d: %s", self.global_step, what)
+
+    def _count(self, batch: Batch, loss: float) -> None:
+        """Add this batch of all processes to the counts, and take over the first one's clock."""
+        seconds = self.seconds_now() - self.started if self.trainer.is_global_zero else 0.0
+        counts = [len(batch.input_ids), int(batch.lengths.sum()), seconds, self.interrupted, loss]
+        if self.trainer.world_size > 1:
+            mine = torch.tensor(counts, dtype=torch.float64, device=self.device)
+            counts = self.trainer.strategy.reduce(mine, reduce_op="sum").tolist()
+        self.samples, self.tokens, self.seconds = self.samples + int(counts[0]), self.tokens + int(counts[1]), counts[2]
+        self.interrupted = counts[3] > 0
+        self.losses.append(counts[4] / self.trainer.world_size)
+        if not math.isfinite(counts[4]):
+            raise DamageError(self._diagnosis(loss, batch))
+
+    def _diagnosis(self, loss: float, batch: Batch) -> str:
+        if math.isfinite(loss):
+            return f"step {self.global_step}: the loss of another process is not finite"
+        samples = ", ".join(batch.sample_ids)
+        remedy = "lower --learning_rate or look at the weights started from (what was saved before is kept)"
+        return f"step {self.global_step}: the loss is {loss} on samples {samples}; {remedy}"
+
+    def _how_it_goes(self) -> str:
+        rate, share = self.tokens / self.seconds, min(1.0, self.progress())
+        return f"excess loss {self.step_loss():.3f}, {rate:.0f} tokens/s, {share:.0%}"

@@ -11,31 +11,26 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel
 
 from ecospec.configs.cli import parse
 from ecospec.configs.errors import InputError
-from ecospec.data.module import BatchLimits, TraceDataModule
+from ecospec.data.module import BatchLimits, TrainBatches
 from ecospec.data.traces import read_traces
 from ecospec.predictor import cli
-from ecospec.predictor.config import BackboneConfig, TrainConfig
+from ecospec.predictor.config import TrainConfig
 from ecospec.predictor.evaluation import evaluate
-from ecospec.predictor.fit import build_predictor, fit, make_trainer, require_answers
-from ecospec.predictor.lightning import FINAL_FACTOR, Limits, PredictorModule, learning_rate_factor
+from ecospec.predictor.fit import build_predictor, require_answers
+from ecospec.predictor.lightning import FINAL_FACTOR, EndlessBatches, Limits, PredictorModule, learning_rate_factor
 from ecospec.predictor.model import ExpertPredictor
+from ecospec.predictor.trainer import make_trainer, run_trainer
 from ecospec.tracing.cli import main as trace_main
 from ecospec.tracing.target import MoeShape
+from tests.learnable import SHAPE, TABLE, E, learnable_traces, options, trained
 from tests.tiny import tiny_target_folder
 
-L, E, K, V, D = 2, 12, 3, 24, 16
-SHAPE = MoeShape("qwen3_moe", (0, 1), E, K, V, D, 2)
-SMALL = BackboneConfig(hidden_size=32, num_layers=1, num_heads=4, intermediate_size=48)
-TABLE = torch.randn(V, D, generator=torch.Generator().manual_seed(5))
 ROW_KEYS = {
     "overlap",
     "overlap_all",
@@ -47,35 +42,6 @@ ROW_KEYS = {
     "calibration",
     "seconds_per_step",
 }
-
-
-class MemoryTraces(list):
-    num_layers, num_experts, top_k = L, E, K
-
-
-def learnable_traces(seed: int, samples: int = 60, T: int = 16) -> MemoryTraces:
-    """Layer 0 routes by token, layer 1 by the token before: what counting tokens cannot know."""
-    rng = np.random.default_rng(seed)
-    experts_VLK = np.sort(rng.random((V, L, E)).argsort(-1)[..., :K], axis=-1).astype(np.uint8)
-    traces = MemoryTraces()
-    for i in range(samples):
-        ids = rng.integers(0, V, T).astype(np.int32)
-        before = np.concatenate([ids[:1], ids[:-1]])
-        experts_TLK = np.stack([experts_VLK[ids, 0], experts_VLK[before, 1]], axis=1)
-        split = "test" if i % 5 == 0 else "train"
-        name = {"sample_id": f"synthetic/{i}/0", "dataset": "synthetic", "split": split}
-        traces.append(SimpleNamespace(input_ids=ids, prompt_len=3, experts=experts_TLK, **name))
-    return traces
-
-
-def options(**changes: object) -> TrainConfig:
-    base = {"backbone": SMALL, "tokens_per_batch": 128, "learning_rate": 1e-2, "warmup_steps": 5, "threads": 1}
-    return TrainConfig(**base | changes)
-
-
-def trained(traces: MemoryTraces, config: TrainConfig) -> tuple[ExpertPredictor, dict]:
-    predictor = build_predictor(config, SHAPE, "hash", TABLE)
-    return predictor, fit(predictor, traces, config)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -163,28 +129,10 @@ def test_the_learning_rate_falls_with_elapsed_time_when_time_is_the_limit():
     config = options(max_minutes=1.0, warmup_steps=0)
     predictor = build_predictor(config, SHAPE, "hash", TABLE)
     module = SixSecondSteps(predictor, config, len(traces), seconds_now=lambda: now[0])
-    data = TraceDataModule(traces, [], BatchLimits(tokens=config.tokens_per_batch))
-    make_trainer(config).fit(module, datamodule=data)
+    batches = EndlessBatches(TrainBatches(traces, BatchLimits(tokens=config.tokens_per_batch), seed=0))
+    run_trainer(make_trainer(config), module, batches)
     expected = [config.learning_rate * learning_rate_factor(step, 0, step / 10) for step in range(10)]
     assert seen == pytest.approx(expected)
-
-
-def test_a_pretrained_backbone_keeps_its_weights_and_loses_its_vocabulary(tmp_path):
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = AutoConfig.for_model("llama", vocab_size=50, intermediate_size=48, pad_token_id=49, **sizes)
-    torch.manual_seed(7)
-    pretrained = AutoModel.from_config(config)
-    pretrained.save_pretrained(tmp_path)
-    changed = options(backbone=BackboneConfig(path=str(tmp_path)), max_steps=1)
-    predictor = build_predictor(changed, SHAPE, "hash", TABLE)
-    expected = {name: weight for name, weight in pretrained.state_dict().items() if "embed_tokens" not in name}
-    found = predictor.backbone.state_dict()
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    predictor.save_pretrained(tmp_path / "exported")
-    reloaded = ExpertPredictor.from_pretrained(tmp_path / "exported").attach_embedding(TABLE)
-    ids = torch.arange(V)[None]
-    assert torch.equal(reloaded(ids), predictor.eval()(ids))
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +167,9 @@ def test_the_command_writes_the_predictor_folder_and_a_table(recorded, tiny_targ
     provenance = json.loads((output / "provenance.json").read_text())
     assert provenance["training"]["steps"] == 20
     assert provenance["traces"]["target"]["name"] == str(tiny_target)
-    assert list(tmp_path.iterdir()) == [output]
+    training = tmp_path / "predictor.training"
+    assert set(tmp_path.iterdir()) == {output, training}
+    assert {p.name for p in training.iterdir()} == {"best", "csv", "tensorboard"}
 
 
 def test_an_exported_predictor_scores_what_its_metrics_say(recorded, tiny_target, tmp_path, capsys):
@@ -239,6 +189,36 @@ def test_an_exported_predictor_scores_what_its_metrics_say(recorded, tiny_target
     capsys.readouterr()
     assert cli.main(words) == 2
     assert "--overwrite" in one_error_line(capsys)
+
+
+WITHOUT_TRAINING = """
+import importlib.metadata, sys
+absent = ("lightning", "pytorch-lightning", "deepspeed", "torchmetrics", "tensorboard")
+for name in absent:
+    sys.modules[name.replace("-", "_")] = None
+installed = [found for found in importlib.metadata.distributions() if found.name.lower() not in absent]
+importlib.metadata.distributions = lambda: installed
+from ecospec.inference.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_what_was_exported_decodes_where_lightning_and_deepspeed_are_not_installed(recorded, tiny_target, tmp_path):
+    assert cli.main(command(tiny_target, recorded, tmp_path / "predictor")) == 0
+    prompts, config = tmp_path / "prompts.txt", tmp_path / "decode.yaml"
+    prompts.write_text("word word word word\n")
+    selection = {"policy": "marginal", "gamma": 3, "footprints": "predictor"}
+    methods = [{"label": "plain", "drafter": "none"}, {"label": "EcoSpec", "selection": selection}]
+    keys = {"target": str(tiny_target), "drafter": {"kind": "prompt_lookup"}, "predictor": str(tmp_path / "predictor")}
+    keys |= {"prompts": str(prompts), "max_new_tokens": 6, "methods": methods}
+    config.write_text(json.dumps(keys))
+    words = ["eval", "--config", str(config), "--output", str(tmp_path / "run")]
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRAINING, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    runs = json.loads((tmp_path / "run" / "results.json").read_text())["runs"]
+    assert {"predictor"} == {run["footprints"] for run in runs if run["label"] == "EcoSpec"}
+    assert "lightning" not in json.loads((tmp_path / "run" / "provenance.json").read_text())["packages"]
 
 
 def test_a_predictor_is_evaluated_on_its_own_target_only(recorded, tiny_target, tmp_path, capsys):
@@ -275,32 +255,41 @@ def test_an_output_that_cannot_be_written_is_noticed_before_training(
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_failed_write_is_one_line_and_leaves_nothing(recorded, tiny_target, tmp_path, capsys, monkeypatch):
+def test_a_failed_write_is_one_line_and_leaves_no_part(recorded, tiny_target, tmp_path, capsys, monkeypatch):
     save, limits = ExpertPredictor.save_pretrained, resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def save_what_is_too_large(predictor: ExpertPredictor, folder: Path) -> None:
+    def save_what_is_too_large(predictor: ExpertPredictor, folder: Path, **more: object) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
         try:
-            save(predictor, folder)
+            save(predictor, folder, **more)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
     monkeypatch.setattr(ExpertPredictor, "save_pretrained", save_what_is_too_large)
     assert cli.main(command(tiny_target, recorded, tmp_path / "predictor")) == 1
     assert "large" in one_error_line(capsys)
-    assert not list(tmp_path.iterdir())
+    assert not (tmp_path / "predictor").exists()
+    assert {p.name for p in (tmp_path / "predictor.training").iterdir()} <= {"csv", "tensorboard"}
 
 
-def test_ctrl_c_exits_130_and_leaves_nothing(recorded, tiny_target, tmp_path, capsys, monkeypatch):
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [(KeyboardInterrupt(), 130, "interrupted"), (float("nan"), 1, "step 0: the loss is nan on samples words/")],
+)
+def test_an_interrupt_and_a_bad_loss_are_one_line(
+    error, code, line, recorded, tiny_target, tmp_path, capsys, monkeypatch
+):
+    def spoiled(*_: object) -> torch.Tensor:
+        if isinstance(error, BaseException):
+            raise error
+        return torch.tensor(error)
 
     handler = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(PredictorModule, "training_step", interrupted)
-    assert cli.main(command(tiny_target, recorded, tmp_path / "predictor")) == 130
-    assert "interrupted" in one_error_line(capsys)
+    monkeypatch.setattr("ecospec.predictor.lightning.batch_loss", spoiled)
+    assert cli.main(command(tiny_target, recorded, tmp_path / "predictor")) == code
+    assert line in one_error_line(capsys)
     assert signal.getsignal(signal.SIGINT) is handler
-    assert not list(tmp_path.iterdir())
+    assert not (tmp_path / "predictor").exists()
 
 
 def test_another_exit_from_training_stays_what_it_is(monkeypatch):

@@ -196,7 +196,8 @@ def overlap_by_sets(predictor: Table, items: list[SimpleNamespace]) -> float:
 def test_two_processes_measure_what_one_would_and_share_the_samples(tmp_path):
     lengths = random_lengths(6, 35)
     assert len(HeldOutBatches(items_of(lengths), LIMITS[0])) % 2  # one process has a batch less
-    torch.multiprocessing.spawn(measure_in_process, (2, tmp_path, lengths), nprocs=2)
+    arguments = (2, tmp_path, lengths)
+    torch.multiprocessing.start_processes(measure_in_process, arguments, nprocs=2, start_method="fork")
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     expected = [overlap_by_sets(Table(seed), items_of(lengths)) for seed in SEEDS]
     assert found[0]["overlaps"] == found[1]["overlaps"] == pytest.approx(expected)

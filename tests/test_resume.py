@@ -1,0 +1,235 @@
+"""An interrupted run goes on as if nothing had happened: the same losses, the same weights, to the last bit."""
+
+import csv
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ecospec.configs.errors import DamageError, InputError
+from ecospec.predictor import lightning as training
+from ecospec.predictor.checkpoints import training_folder
+from ecospec.predictor.evaluation import evaluate
+from ecospec.predictor.lightning import PredictorModule
+from ecospec.predictor.model import ExpertPredictor, load_predictor
+from tests.learnable import TABLE, learnable_traces, options, trained
+
+
+class Cut(Exception):
+    """Stands for a sudden death of the process."""
+
+
+@pytest.fixture
+def losses(monkeypatch) -> dict[int, list[float]]:
+    """Batch number → losses of all times that it was trained on."""
+    seen: dict[int, list[float]] = {}
+    step = PredictorModule.training_step
+
+    def recorded(module: PredictorModule, batch: object, batch_idx: int) -> torch.Tensor:
+        loss = step(module, batch, batch_idx)
+        seen.setdefault(batch_idx, []).append(loss.item())
+        return loss
+
+    monkeypatch.setattr(PredictorModule, "training_step", recorded)
+    return seen
+
+
+def cut_at(batch_number: int, monkeypatch, error: BaseException) -> None:
+    """Let training die just before it trains on this batch, once."""
+    step, alive = PredictorModule.training_step, [False]
+
+    def mortal(module: PredictorModule, batch: object, batch_idx: int) -> torch.Tensor:
+        if batch_idx == batch_number and not alive[0]:
+            alive[0] = True
+            raise error
+        return step(module, batch, batch_idx)
+
+    monkeypatch.setattr(PredictorModule, "training_step", mortal)
+
+
+def weights(predictor: ExpertPredictor) -> torch.Tensor:
+    return torch.cat([weight.flatten() for weight in predictor.state_dict().values()])
+
+
+@pytest.mark.parametrize(("cut", "changes"), [(17, {}), (12, {}), (13, {"accumulate": 2}), (21, {"batch_size": 3})])
+def test_a_run_cut_off_anywhere_goes_on_with_the_same_losses_and_weights(cut, changes, losses, tmp_path, monkeypatch):
+    traces = learnable_traces(0)
+    common = {"max_steps": 24, "validate_every": 4, **changes}
+    whole, _ = trained(traces, options(output=str(tmp_path / "whole"), **common))
+    expected, config = {n: seen[0] for n, seen in losses.items()}, options(output=str(tmp_path / "cut"), **common)
+    losses.clear()
+    cut_at(cut, monkeypatch, Cut())
+    with pytest.raises(Cut):
+        trained(traces, config)
+    assert max(losses) == cut - 1
+    resumed, numbers = trained(traces, config)
+    assert losses.keys() == expected.keys()
+    assert all(set(seen) == {expected[n]} for n, seen in losses.items())
+    assert len(losses[0]) == 1 and max(map(len, losses.values())) <= 2  # it went on, and did not begin again
+    assert torch.equal(weights(resumed), weights(whole))
+    assert numbers["steps"] == 24
+
+
+def test_epochs_end_and_begin_where_they_would_have(losses, tmp_path, monkeypatch):
+    """6 batches an epoch: cuts just before and just after the end of one."""
+    traces, expected = learnable_traces(0), None
+    for cut in (None, 11, 12):
+        losses.clear()
+        config = options(output=str(tmp_path / str(cut)), max_epochs=3, validate_every=1)
+        if cut is not None:
+            with monkeypatch.context() as patch:
+                cut_at(cut, patch, Cut())
+                with pytest.raises(Cut):
+                    trained(traces, config)
+        trained(traces, config)
+        expected = expected or {n: seen[0] for n, seen in losses.items()}
+        assert {n: seen[-1] for n, seen in losses.items()} == expected
+
+
+def test_the_time_already_used_counts(tmp_path, monkeypatch):
+    traces, now = learnable_traces(0), [0.0]
+
+    def ticking(batch_number: int) -> None:
+        now[0] += 6.0
+
+    config = options(output=str(tmp_path / "out"), max_minutes=2.0, validate_every=1)
+    module = PredictorModule.__init__
+    monkeypatch.setattr(PredictorModule, "__init__", lambda *args: module(*args, seconds_now=lambda: now[0]))
+    loss = training.batch_loss
+    monkeypatch.setattr(training, "batch_loss", lambda *args: (ticking(0), loss(*args))[1])
+    cut_at(11, monkeypatch, Cut())
+    with pytest.raises(Cut):
+        trained(traces, config)
+    now[0] += 1000.0  # the pause does not
+    _, numbers = trained(traces, config)
+    assert (numbers["steps"], numbers["seconds"]) == (20, 120.0)
+
+
+def test_best_is_the_best_and_what_was_measured_can_be_measured_again(tmp_path):
+    traces = learnable_traces(0)
+    config = options(
+        output=str(tmp_path / "out"), max_steps=40, validate_every=5, checkpoint_overlaps=[0.3, 0.4, 0.999]
+    )
+    predictor, numbers = trained(traces, config)
+    kept = {path.name: path for path in training_folder(config).iterdir() if (path / "config.json").exists()}
+    assert kept.keys() == {"best", "overlap-0.3", "overlap-0.4"}
+    for name, folder in kept.items():
+        assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors", "metrics.json"}
+        again = evaluate(load_predictor(folder).attach_embedding(TABLE), traces)["overlap"]
+        recorded = json.loads((folder / "metrics.json").read_text())
+        assert again == pytest.approx(recorded["overlap"], abs=1e-9)
+        assert name == "best" or again >= float(name.split("-")[1])
+    overlaps = logged(training_folder(config), "overlap")
+    assert len(overlaps) == 8
+    best_step = max(overlaps, key=overlaps.get)
+    assert numbers["best_step"] == best_step and numbers["best_overlap"] == pytest.approx(overlaps[best_step])
+    assert torch.equal(weights(predictor), weights(load_predictor(kept["best"])))
+    reached = {name: json.loads((folder / "metrics.json").read_text())["step"] for name, folder in kept.items()}
+    assert reached["overlap-0.3"] == min(step for step, overlap in overlaps.items() if overlap >= 0.3)
+
+
+def test_no_embedding_table_is_in_any_checkpoint_and_all_load_with_defaults(tmp_path, monkeypatch):
+    config = options(output=str(tmp_path / "out"), max_steps=20, validate_every=4)
+    cut_at(10, monkeypatch, Cut())
+    with pytest.raises(Cut):
+        trained(learnable_traces(0), config)
+    folder = training_folder(config)
+    (state,) = folder.glob("step-*.ckpt")
+    assert state.name == json.loads((folder / "run.json").read_text())["last"] == "step-8.ckpt"
+    for tensors in (torch.load(state)["state_dict"], load_file(folder / "best" / "model.safetensors")):
+        assert tensors and not any(tensor.shape == TABLE.shape for tensor in tensors.values())
+
+
+def test_training_stops_early_when_held_out_overlap_no_longer_rises(tmp_path):
+    traces = learnable_traces(0)
+    for item in traces:
+        if item.split == "test":
+            item.experts = (item.experts + 5) % 12  # nothing to learn here
+    config = options(output=str(tmp_path / "out"), max_steps=4000, validate_every=5, early_stopping=3)
+    _, numbers = trained(traces, config)
+    overlaps = logged(training_folder(config), "overlap")
+    assert numbers["steps"] == max(overlaps) == numbers["best_step"] + 15
+    assert max(overlaps.values()) == overlaps[numbers["best_step"]]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"learning_rate": 0.5}, "--learning_rate 0.5: .* had 0.01"),
+        ({"batch_size": 7}, "--batch_size 7: .* had None"),
+        ({"devices": 2}, "this run has 2 processes: .* had 1"),
+    ],
+)
+def test_another_run_is_not_resumed(change, named, tmp_path, monkeypatch):
+    common = {"output": str(tmp_path / "out"), "max_steps": 20, "validate_every": 4}
+    cut_at(10, monkeypatch, Cut())
+    with pytest.raises(Cut):
+        trained(learnable_traces(0), options(**common))
+    with pytest.raises(InputError, match=named):
+        trained(learnable_traces(0), options(**common | change))
+    other = learnable_traces(0)
+    other.manifest = {"parts": [{"sha256": "of others"}]}
+    with pytest.raises(InputError, match="--traces"):
+        trained(other, options(**common))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_names_step_and_samples_and_spares_the_last_good_state(bad, tmp_path, monkeypatch):
+    traces = learnable_traces(0)
+    loss, calls = training.batch_loss, []
+
+    def spoiled(predictor: ExpertPredictor, batch: object) -> torch.Tensor:
+        calls.append(batch)
+        return loss(predictor, batch) * (bad if len(calls) == 11 else 1.0)
+
+    config = options(output=str(tmp_path / "out"), max_steps=20, validate_every=4)
+    monkeypatch.setattr(training, "batch_loss", spoiled)
+    with pytest.raises(DamageError, match=r"step 10: .*synthetic/\d+/0.*--learning_rate") as caught:
+        trained(traces, config)
+    samples = {item.sample_id: item.input_ids.tolist() for item in traces}
+    named = [word.strip(",") for word in str(caught.value).split() if word.startswith("synthetic/")]
+    assert [samples[name.rstrip(";")] for name in named] == calls[10].input_ids.tolist()
+    (state,) = training_folder(config).glob("step-*.ckpt")
+    assert state.name == "step-8.ckpt"
+    assert all(tensor.isfinite().all() for tensor in torch.load(state)["state_dict"].values())
+
+
+def test_ctrl_c_finishes_the_step_and_leaves_it_to_be_resumed(losses, tmp_path, monkeypatch):
+    traces, handler = learnable_traces(0), signal.getsignal(signal.SIGINT)
+    config = options(output=str(tmp_path / "out"), max_steps=20)
+    step = PredictorModule.training_step
+
+    def interrupted(module: PredictorModule, batch: object, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 7 and len(losses.get(7, [])) == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(module, batch, batch_idx)
+
+    monkeypatch.setattr(PredictorModule, "training_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trained(traces, config)
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert max(losses) == 7
+    trained(traces, config)
+    assert {n: len(seen) for n, seen in losses.items()} == dict.fromkeys(range(20), 1)
+
+
+def test_a_rerun_after_the_end_but_before_the_export_trains_no_further(losses, tmp_path):
+    config = options(output=str(tmp_path / "out"), max_steps=8, validate_every=4)
+    first, _ = trained(learnable_traces(0), config)
+    again, numbers = trained(learnable_traces(0), config)
+    assert max(map(len, losses.values())) == 1 and numbers["steps"] == 8
+    assert torch.equal(weights(first), weights(again))
+
+
+def logged(folder: Path, column: str) -> dict[int, float]:
+    """Step → value, from the CSV logs of all parts of a run."""
+    rows = {}
+    for path in sorted(folder.glob("csv/version_*/metrics.csv")):
+        for row in csv.DictReader(path.open()):
+            if row.get(column):
+                rows[int(row["step"])] = float(row[column])
+    return rows
