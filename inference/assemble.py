@@ -5,8 +5,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from torch import nn
+
 from ecospec.configs.cli import SHORT_FORMS, override
 from ecospec.configs.errors import InputError
+from ecospec.configs.files import read_json
 from ecospec.configs.schema import PredictorConfig
 from ecospec.data.traces import TraceSet, read_traces
 from ecospec.inference.config import (
@@ -23,11 +26,26 @@ from ecospec.inference.drafters.growth import TreeDrafter
 from ecospec.inference.drafters.language_model import load_language_model_head
 from ecospec.inference.drafters.mtp import load_mtp_head
 from ecospec.inference.drafters.prompt_lookup import PromptLookupDrafter
-from ecospec.inference.footprints import FootprintSource, PredictorFootprints, TableFootprints
+from ecospec.inference.footprints import (
+    DraftMLPFootprints,
+    FootprintSource,
+    LastStepFootprints,
+    LinearFootprints,
+    PredictorFootprints,
+    TableFootprints,
+)
 from ecospec.inference.selection import NEEDS_FOOTPRINTS
-from ecospec.predictor.model import ExpertPredictor, load_predictor
+from ecospec.predictor.model import load_predictor
 from ecospec.predictor.simple import fit_tables
 from ecospec.tracing.target import Target, part_folder, resolve_target
+
+TRAINED = {  # footprints of a model in an exported folder, by the model's type
+    "predictor": "ecospec_expert_predictor",
+    "linear": "ecospec_linear_predictor",
+    "draft_mlp": "ecospec_draft_mlp",
+}
+_RUNS = {"predictor": PredictorFootprints, "linear": LinearFootprints, "draft_mlp": DraftMLPFootprints}
+COUNTED = ("frequency", "token")  # footprints counted from traces
 
 
 @dataclass(frozen=True)
@@ -43,6 +61,16 @@ class MethodPlan:
     @property
     def needs_footprints(self) -> bool:
         return self.baseline is None and self.selection.policy in NEEDS_FOOTPRINTS
+
+    @property
+    def footprints(self) -> str | None:
+        """The name of the footprint source, None without one."""
+        return self.selection.footprints if self.needs_footprints else None
+
+    @property
+    def trained_folder(self) -> Path | None:
+        """Folder of the trained model behind the footprints. Raises InputError when there is none."""
+        return part_folder(self.predictor.path, self.footprints) if self.footprints in TRAINED else None
 
 
 def plan_methods(config: DecodeConfig) -> list[MethodPlan]:
@@ -82,7 +110,7 @@ class Workshop:
         self.target = target
         self.traces = traces
         self._heads: dict[tuple, DraftHead] = {}
-        self._predictors: dict[Path, ExpertPredictor] = {}
+        self._trained: dict[Path, nn.Module] = {}
 
     def method(self, plan: MethodPlan) -> Method:
         """A working method. Raises InputError when head, predictor or traces do not fit the target."""
@@ -92,7 +120,7 @@ class Workshop:
             policy=selection.policy,
             gamma=selection.gamma,
             epsilon=selection.epsilon,
-            footprints=self.footprints(selection.footprints, plan.predictor) if plan.needs_footprints else None,
+            footprints=self.footprints(plan) if plan.needs_footprints else None,
             joint=selection.joint,
         )
 
@@ -114,25 +142,51 @@ class Workshop:
         head = load_head(part_folder(config.path, "drafter"), model.config, config.feature_layers, config.rope_theta)
         return head.attach(model).to(model.get_input_embeddings().weight.device)
 
-    def footprints(self, source: str, config: PredictorConfig) -> FootprintSource:
-        if source == "predictor":
-            return PredictorFootprints(self.predictor(config))
-        return TableFootprints(self._tables[source], self.target.shape.num_experts)
+    def footprints(self, plan: MethodPlan) -> FootprintSource:
+        """A source of the method's own, on a model that may be shared. Raises InputError when it does not fit."""
+        source, num_experts = plan.selection.footprints, self.target.shape.num_experts
+        if source in TRAINED:
+            return _RUNS[source](self.trained(source, plan.trained_folder))
+        if source == "last_step":
+            return LastStepFootprints(num_experts)
+        return TableFootprints(self._tables[source], num_experts)
 
-    def predictor(self, config: PredictorConfig) -> ExpertPredictor:
-        folder = part_folder(config.path, "predictor")
-        if folder not in self._predictors:
-            predictor = load_predictor(folder)
-            shape = (predictor.config.num_layers, predictor.config.num_experts, predictor.config.num_experts_per_tok)
-            check_moe(f"--predictor.path {config.path}", shape, self.target.shape.counts)
-            predictor.attach_embedding(self.target.model.get_input_embeddings())
-            self._predictors[folder] = predictor.to(self.target.model.device).eval()
-        return self._predictors[folder]
+    def trained(self, source: str, folder: Path) -> nn.Module:
+        """The trained model of a folder, on the target's embedding. Raises InputError when it does not fit."""
+        if folder not in self._trained:
+            model = load_trained(source, folder)
+            shape = (model.config.num_layers, model.config.num_experts, model.config.num_experts_per_tok)
+            check_moe(f"--predictor.path {folder}", shape, self.target.shape.counts)
+            model.attach_embedding(self.target.model.get_input_embeddings())
+            self._trained[folder] = model.to(self.target.model.device).eval()
+        return self._trained[folder]
 
     @cached_property
     def _tables(self) -> dict:
         traces = open_traces(self.traces, self.target.shape.counts, self.target.config_sha256)
         return fit_tables(traces, self.target.shape.vocab_size)
+
+
+def trained_values(source: str, folder: Path) -> dict:
+    """The `config.json` of the trained model behind `source`. Raises InputError for a folder of another kind."""
+    values = read_json(folder / "config.json")
+    found = values.get("model_type") if isinstance(values, dict) else None
+    if found != TRAINED[source]:
+        raise InputError(
+            f"--predictor.path {folder}: holds {found} where footprints {source} need {TRAINED[source]}; "
+            "give a folder of that kind, or the footprints that it is for"
+        )
+    return values
+
+
+def load_trained(source: str, folder: Path) -> nn.Module:
+    """The trained model behind `source`, without an embedding table. Raises InputError for anything else's folder."""
+    trained_values(source, folder)
+    if source == "predictor":
+        return load_predictor(folder)
+    from ecospec.predictor.rungs import load_rung
+
+    return load_rung(folder)
 
 
 def draft_model_source(config: DrafterConfig) -> str:

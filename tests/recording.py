@@ -68,7 +68,7 @@ class HashedFootprints:
 
     def keep_rows(self, rows) -> None: ...
 
-    def footprints(self, texts, trees):
+    def footprints(self, texts, trees, routed):
         first = trees.tokens_BN[..., None] + torch.arange(L)
         return as_footprints(torch.stack([first, first + 1 + trees.tokens_BN[..., None] // E % 7], -1) % E, E)
 
@@ -118,7 +118,9 @@ class Session:
         positions, datasets = [], {name: name.split("/")[0] for name in PROMPTS}
         for prompt_id, truth in self.truth.items():
             with RoutingRecorder(self.model) as recorder:
-                trees = TreeRecorder(self.model, recorder, self.drafter(truth), DEPTH, HashedFootprints())
+                trees = TreeRecorder(
+                    self.model, recorder, self.drafter(truth), DEPTH, {"predictor": HashedFootprints()}
+                )
                 parts = {"generator": draws(prompt_id), "eos_token_id": self.eos[prompt_id]}
                 positions += trees.record(prompt_id, ids_of(prompt_id), **parts, **self.options)
         identity = Identity("tiny", "0" * 64, "hashed", "hashed", self.temperature, 0, L, E, K, DEPTH, 2, datasets)

@@ -57,7 +57,7 @@ class HashedFootprints:
 
     def keep_rows(self, rows) -> None: ...
 
-    def footprints(self, texts, trees):
+    def footprints(self, texts, trees, routed):
         first = torch.stack([trees.tokens_BN % 8, (trees.tokens_BN // 8 + 1) % 8], dim=-1)
         return as_footprints(first[..., None, :].expand(-1, -1, 3, -1).contiguous(), 8)
 

@@ -210,7 +210,7 @@ def broken(lab, tmp_path, case):
         save_head(tmp_path / "head", vocab_size=300)
         return {"drafter": tmp_path / "head"}, ["300", "264"]
     if case == "a drafter for a predictor":
-        return {"predictor": lab.root / "head"}, ["no expert predictor"]
+        return {"predictor": lab.root / "head"}, ["holds llama", "need ecospec_expert_predictor"]
     if case == "a broken head":
         folder = shutil.copytree(lab.root / "head", tmp_path / "head")
         (folder / "model.safetensors").write_bytes(b"nothing")
@@ -368,7 +368,7 @@ def test_recorded_trees_are_replayed_without_the_target(lab, tmp_path, capsys):
     assert main(["replay", "--trees", str(tmp_path / "trees"), "--output", str(tmp_path / "replayed")]) == 0
     runs = json.loads((tmp_path / "replayed" / "replay.json").read_text())["runs"]
     assert {run["selection"] for run in runs} == {"confidence", "marginal", "global"}
-    assert {run["footprints"] for run in runs} == {None, "oracle", "predictor"}
+    assert {run["footprints"] for run in runs} == {None, "oracle", "predictor", "last_step"}
     assert "| 4 | marginal/predictor |" in capsys.readouterr().out
     assert main(["replay", "--output", str(tmp_path / "other")]) == 2
     assert "--trees: not given" in capsys.readouterr().err

@@ -132,7 +132,7 @@ def test_trees_without_a_predictor_replay_all_but_its_footprints(tmp_path):
     write_trees(tmp_path / "trees.parquet", replace(trees.identity, predictor=None), bare)
     engine = Replay(read_trees(tmp_path / "trees.parquet"))
     assert engine.steps(Combination("marginal", 3, "oracle"))
-    with pytest.raises(InputError, match="recorded without a predictor"):
+    with pytest.raises(InputError, match="recorded without it"):
         engine.steps(Combination("marginal", 3, "predictor"))
     with pytest.raises(InputError, match="no such table"):
         engine.steps(Combination("marginal", 3, "token"))
