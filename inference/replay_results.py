@@ -42,7 +42,7 @@ def replay(trees: TreeSet, combinations: Sequence[Combination], tables: Tables |
         for combination in combinations:
             known = _identity(identity, combination) | {"dataset": dataset, "samples": len(prompts)}
             run = known | dict.fromkeys(_NOT_MEASURED) | _means(groups[combination])
-            run |= _compared(*(sums.get(one) for one in (combination, _eagles(combination), _oracles(combination))))
+            run |= compared(*(sums.get(one) for one in (combination, _eagles(combination), _oracles(combination))))
             runs.append(run | _modelled(run, trees.seconds))
     return runs
 
@@ -110,7 +110,7 @@ def _means(group: list[Steps]) -> dict:
     }
 
 
-def _compared(ours_P3: np.ndarray, eagles_P3: np.ndarray, oracles_P3: np.ndarray | None) -> dict:
+def compared(ours_P3: np.ndarray, eagles_P3: np.ndarray, oracles_P3: np.ndarray | None) -> dict:
     """Differences of α and 𝓔 from EAGLE's rule, and *regret*: those from oracle footprints, null without footprints.
 
     `saving_kept`: of the experts that oracle footprints save against EAGLE's rule the share that these save; null where
