@@ -149,6 +149,10 @@ class Workshop:
             return _RUNS[source](self.trained(source, plan.trained_folder))
         if source == "last_step":
             return LastStepFootprints(num_experts)
+        if source not in COUNTED:
+            raise InputError(
+                f"--selection.footprints {source}: is none of {', '.join((*TRAINED, 'last_step', *COUNTED))}"
+            )
         return TableFootprints(self._tables[source], num_experts)
 
     def trained(self, source: str, folder: Path) -> nn.Module:

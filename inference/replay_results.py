@@ -114,8 +114,9 @@ def compared(ours_P3: np.ndarray, eagles_P3: np.ndarray, oracles_P3: np.ndarray 
     """Differences of α and 𝓔 from EAGLE's rule, and *regret*: those from oracle footprints, null without footprints.
 
     `saving_kept`: of the experts that oracle footprints save against EAGLE's rule the share that these save; null where
-    oracle saves none, its interval where that may be so. Each with a 95 % interval over the same prompts, null for a
-    single prompt.
+    oracle saves none, its interval where that may be so. Fewer experts alone are no merit, and footprints that merely
+    repeat with the token id keep much of it, so read it beside α's regret and the modelled speed-up. Each with a 95 %
+    interval over the same prompts, null for a single prompt.
     """
     P = len(ours_P3)
     picks_RP = np.concatenate([np.arange(P)[None], np.random.default_rng(0).integers(P, size=(RESAMPLES, P))])
