@@ -227,7 +227,8 @@ def _positions(batch: pa.RecordBatch, identity: Identity) -> Iterator[Position]:
         drafts = {f"{name}_M": values[number] for name, values in lists.items()}
         found = {f"{name}_NLK": head.pop(name) for name in experts}
         ids = {name: decode_experts(data, *shape) for name, data in found.items() if data is not None}
-        if len({len(values) + 1 for values in drafts.values()} | {len(ids_NLK) for ids_NLK in ids.values()}) > 1:
+        lengths = {len(values) + 1 for values in drafts.values()} | {len(ids_NLK) for ids_NLK in ids.values()}
+        if len(lengths) > 1:
             raise DamageError(f"prompt {head['prompt_id']}, position {head['position']}: lists of unequal length")
         yield Position(**head, **drafts, **ids)
 

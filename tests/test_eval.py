@@ -275,6 +275,16 @@ def test_the_python_decoder_returns_what_generate_returns(lab):
             decoder.generate(wrong, max_new_tokens=2)
 
 
+def test_the_python_decoder_takes_footprints_by_name(lab, rungs, tmp_path):
+    parts = {"drafter": str(lab.root / "head"), "predictor": str(tmp_path / "mlp"), "dtype": "float32"}
+    decoder = EcoSpecDecoder.from_pretrained(str(lab.target), footprints="draft_mlp", **parts)
+    ids = decoder.target.tokenizer(PROMPTS[0], return_tensors="pt").input_ids
+    expected = decoder.target.model.generate(ids, max_new_tokens=12, do_sample=False)
+    assert torch.equal(decoder.generate(ids, max_new_tokens=12, do_sample=False), expected)
+    with pytest.raises(InputError, match="oracle: is none of predictor, linear"):
+        EcoSpecDecoder.from_pretrained(str(lab.target), footprints="oracle", **parts)
+
+
 def test_seeds_differ_by_prompt_and_repeat():
     assert sample_seed(0, "a/0/0") == sample_seed(0, "a/0/0")
     assert len({sample_seed(seed, name) for seed in (0, 1) for name in ("a/0/0", "a/1/0")}) == 4
