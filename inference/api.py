@@ -46,7 +46,8 @@ class EcoSpecDecoder:
     ) -> "EcoSpecDecoder":
         """Load everything. Without a drafter it decodes plainly; `target_options` are the keys of `target.*`.
 
-        `drafter` is an EAGLE-3 head's folder, or a `DrafterConfig` for another kind or another tree.
+        `drafter` is an EAGLE-3 head's folder, or a `DrafterConfig` for another kind or another tree; `predictor` the
+        folder of the model that `footprints` names (`predictor`, `linear`, `draft_mlp`); tables need `traces`.
 
         Raises InputError when a part is missing or belongs to another target.
         """

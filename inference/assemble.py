@@ -23,12 +23,26 @@ from ecospec.inference.drafters.growth import TreeDrafter
 from ecospec.inference.drafters.language_model import load_language_model_head
 from ecospec.inference.drafters.mtp import load_mtp_head
 from ecospec.inference.drafters.prompt_lookup import PromptLookupDrafter
-from ecospec.inference.footprints import FootprintSource, PredictorFootprints, TableFootprints
+from ecospec.inference.footprints import (
+    DraftMLPFootprints,
+    FootprintSource,
+    LastStepFootprints,
+    LinearFootprints,
+    PredictorFootprints,
+    TableFootprints,
+)
 from ecospec.inference.selection import NEEDS_FOOTPRINTS
-from ecospec.predictor.loading import load_predictor
-from ecospec.predictor.model import ExpertPredictor
+from ecospec.predictor.base import RoutingModel
+from ecospec.predictor.loading import load_predictor, predictor_values
 from ecospec.predictor.simple import fit_tables
 from ecospec.tracing.target import Target, part_folder, resolve_target
+
+TRAINED = {  # footprints of a model in an exported folder, and what runs it
+    "predictor": PredictorFootprints,
+    "linear": LinearFootprints,
+    "draft_mlp": DraftMLPFootprints,
+}
+COUNTED = ("frequency", "token")  # footprints counted from traces
 
 
 @dataclass(frozen=True)
@@ -44,6 +58,16 @@ class MethodPlan:
     @property
     def needs_footprints(self) -> bool:
         return self.baseline is None and self.selection.policy in NEEDS_FOOTPRINTS
+
+    @property
+    def footprints(self) -> str | None:
+        """The name of the footprint source, None without one."""
+        return self.selection.footprints if self.needs_footprints else None
+
+    @property
+    def trained_folder(self) -> Path | None:
+        """Folder of the trained model behind the footprints. Raises InputError when there is none."""
+        return part_folder(self.predictor.path, self.footprints) if self.footprints in TRAINED else None
 
 
 def plan_methods(config: DecodeConfig) -> list[MethodPlan]:
@@ -83,30 +107,37 @@ class Workshop:
         self.target = target
         self.traces = traces
         self._heads: dict[tuple, DraftHead] = {}
-        self._predictors: dict[Path, ExpertPredictor] = {}
+        self._trained: dict[Path, RoutingModel] = {}
 
     def method(self, plan: MethodPlan) -> Method:
         """A working method. Raises InputError when head, predictor or traces do not fit the target."""
         selection = plan.selection
-        return Method(
+        method = Method(
             drafter=None if plan.baseline else self.drafter(plan.drafter),
             policy=selection.policy,
             gamma=selection.gamma,
             epsilon=selection.epsilon,
-            footprints=self.footprints(selection.footprints, plan.predictor) if plan.needs_footprints else None,
+            footprints=self.footprints(plan) if plan.needs_footprints else None,
             joint=selection.joint,
         )
+        if plan.footprints == "draft_mlp":
+            self.trained("draft_mlp", plan.trained_folder).require_head(self.head(plan.drafter))
+        return method
 
     def drafter(self, config: DrafterConfig) -> BatchDrafter:
         """A drafter of its own, on a head that may be shared. Raises InputError when it does not fit the target."""
         if config.kind == "prompt_lookup":
             return EachRow(PromptLookupDrafter(config.steps, config.topk))
+        return TreeDrafter(self.head(config), config.steps, config.topk)
+
+    def head(self, config: DrafterConfig) -> DraftHead:
+        """A draft head, one for all drafters of a configuration. Raises InputError when it does not fit the target."""
         key = (config.kind, config.path, tuple(config.feature_layers or ()), config.rope_theta)
         if key not in self._heads:
-            self._heads[key] = self._head(config)
-        return TreeDrafter(self._heads[key], config.steps, config.topk)
+            self._heads[key] = self._load_head(config)
+        return self._heads[key]
 
-    def _head(self, config: DrafterConfig) -> DraftHead:
+    def _load_head(self, config: DrafterConfig) -> DraftHead:
         model = self.target.model
         if config.kind == "mtp":
             return load_mtp_head(mtp_source(config, self.target.path), model)
@@ -115,25 +146,39 @@ class Workshop:
         head = load_head(part_folder(config.path, "drafter"), model.config, config.feature_layers, config.rope_theta)
         return head.attach(model).to(model.get_input_embeddings().weight.device)
 
-    def footprints(self, source: str, config: PredictorConfig) -> FootprintSource:
-        if source == "predictor":
-            return PredictorFootprints(self.predictor(config))
-        return TableFootprints(self._tables[source], self.target.shape.num_experts)
+    def footprints(self, plan: MethodPlan) -> FootprintSource:
+        """A source of the method's own, on a model that may be shared. Raises InputError when it does not fit."""
+        source, num_experts = plan.selection.footprints, self.target.shape.num_experts
+        if source in TRAINED:
+            return TRAINED[source](self.trained(source, plan.trained_folder))
+        if source == "last_step":
+            return LastStepFootprints(num_experts)
+        if source not in COUNTED:
+            raise InputError(
+                f"--selection.footprints {source}: is none of {', '.join((*TRAINED, 'last_step', *COUNTED))}"
+            )
+        return TableFootprints(self._tables[source], num_experts)
 
-    def predictor(self, config: PredictorConfig) -> ExpertPredictor:
-        folder = part_folder(config.path, "predictor")
-        if folder not in self._predictors:
-            predictor = load_predictor(folder)
-            shape = (predictor.config.num_layers, predictor.config.num_experts, predictor.config.num_experts_per_tok)
-            check_moe(f"--predictor.path {config.path}", shape, self.target.shape.counts)
-            predictor.attach_embedding(self.target.model.get_input_embeddings())
-            self._predictors[folder] = predictor.to(self.target.model.device).eval()
-        return self._predictors[folder]
+    def trained(self, source: str, folder: Path) -> RoutingModel:
+        """The trained model of a folder, on the target's embedding. Raises InputError when it does not fit."""
+        if folder not in self._trained:
+            model = load_trained(source, folder)
+            shape = (model.config.num_layers, model.config.num_experts, model.config.num_experts_per_tok)
+            check_moe(f"--predictor.path {folder}", shape, self.target.shape.counts)
+            model.attach_embedding(self.target.model.get_input_embeddings())
+            self._trained[folder] = model.to(self.target.model.device).eval()
+        return self._trained[folder]
 
     @cached_property
     def _tables(self) -> dict:
         traces = open_traces(self.traces, self.target.shape.counts, self.target.config_sha256)
         return fit_tables(traces, self.target.shape.vocab_size)
+
+
+def load_trained(source: str, folder: Path) -> RoutingModel:
+    """The trained model behind `source`, without an embedding table. Raises InputError for anything else's folder."""
+    predictor_values(folder, source)
+    return load_predictor(folder)
 
 
 def draft_model_source(config: DrafterConfig) -> str:

@@ -39,8 +39,8 @@ class DrafterConfig:
 class SelectionConfig:
     policy: Literal["marginal", "confidence", "global", "random"] = "marginal"
     """Which drafts to verify: `marginal` (EcoSpec), `confidence` (EAGLE), `global` (its static ablation), `random`."""
-    footprints: Literal["predictor", "frequency", "token"] = "predictor"
-    """Where `marginal` and `global` learn a draft's experts: the predictor, or a table counted from `traces`."""
+    footprints: Literal["predictor", "linear", "draft_mlp", "last_step", "frequency", "token"] = "predictor"
+    """Where a draft's experts are learnt: a model (`predictor.path`), the last step, a table counted from `traces`."""
     gamma: int = 4
     """Tokens verified per step, the root included."""
     epsilon: float = 1e-6
@@ -74,7 +74,7 @@ class DecodeConfig(PromptConfig):
     predictor: PredictorConfig = field(default_factory=PredictorConfig)
     selection: SelectionConfig = field(default_factory=SelectionConfig)
     methods: list[MethodConfig] = field(default_factory=list)
-    """Methods that `eval` and `check` go through; `eval` needs a plain one (`drafter: none`)."""
+    """Methods of `eval` (one must be plain: `drafter: none`) and `check`; `record` keeps what their sources predict."""
     traces: str | None = None
     """Trace folder from which the footprints `frequency` and `token` are counted."""
     trees: str | None = None

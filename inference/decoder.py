@@ -5,7 +5,8 @@ follows the child that equals it. Drafts are a deterministic function of the tex
 temperature, and a draft is accepted with the probability the target gives it: the same law as recursive rejection
 sampling with point-mass proposals.
 
-Letters: B texts, T tokens of a text, N nodes of a tree, F width of the drafter's features.
+Letters: B texts, T tokens of a text, n of them new, N nodes of a tree, F width of the drafter's features, L MoE layers,
+K experts per token.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from ecospec.configs.errors import InputError
 from ecospec.inference.cache import RowCache
 from ecospec.inference.drafters.base import BatchDrafter, Drafter, EachRow
 from ecospec.inference.features import FeatureTap
-from ecospec.inference.footprints import FootprintSource
+from ecospec.inference.footprints import FootprintSource, needs_hidden
 from ecospec.inference.picking import Row, walk
 from ecospec.inference.selection import EPSILON, NEEDS_FOOTPRINTS, check_selection, choose, draw_noise
 from ecospec.inference.statistics import Run, Step, StepClock
@@ -50,6 +51,8 @@ class Method:
             self.drafter = EachRow(self.drafter)
         if self.drafter is not None and self.policy in NEEDS_FOOTPRINTS and self.footprints is None:
             raise InputError(f"--selection.policy {self.policy}: needs footprints; give a predictor or --footprints")
+        if self.drafter is not None and needs_hidden(self.footprints):
+            self.drafter.give_hidden()
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -78,6 +81,14 @@ class Method:
         return [part for part in (self.drafter, self.footprints) if part is not None]
 
 
+@dataclass(frozen=True)
+class News:
+    """What the target's last pass tells of each text's new positions: features [n, F] and true experts [n, L, K]."""
+
+    features: list[Tensor] | None
+    routed: list[Tensor] | None
+
+
 class SpeculativeLoop:
     """Decodes a batch of texts to their ends; `on_tokens` is given the tokens [n] that the first text emits."""
 
@@ -103,10 +114,10 @@ class SpeculativeLoop:
         lengths = [len(row.ids_T) for row in rows]
         live = list(enumerate(rows))
         with self.tap:
-            live, features = self._prefill(live)
+            live, news = self._prefill(live)
             clock = StepClock(rows[0].ids_T.device)
             while live:
-                live, features = self._step(live, features)
+                live, news = self._step(live, news)
             self.run.decode_seconds = clock.stop().total()
         self.run.new_by_row = [len(row.ids_T) - length for row, length in zip(rows, lengths, strict=True)]
         return self.run
@@ -115,62 +126,67 @@ class SpeculativeLoop:
         """The prompts through the target, padded behind, where causal attention hides the padding; the first tokens."""
         rows = [row for _, row in live]
         texts = [row.text_T for row in rows]
-        counts = [len(text_T) for text_T in texts]
+        counts, ids_BT = [len(text_T) for text_T in texts], pad_sequence(texts, batch_first=True)
         clock = StepClock(texts[0].device)
         out = self.model(
-            input_ids=pad_sequence(texts, batch_first=True),
+            input_ids=ids_BT,
             cache=self.cache.cache,
             use_cache=True,
             logits_to_keep=torch.tensor(sorted({count - 1 for count in counts}), device=texts[0].device),
             **self.tap.options,
         )
-        self.recorder.take()
+        experts_BTLK = self.recorder.take().unflatten(0, ids_BT.shape)
         self.cache.cache.activate_past_recording()
         self.cache.keep_first(counts, max(counts))
         ends = [sorted(set(counts)).index(count) for count in counts]
         logits_B1V = out.logits[torch.arange(len(rows)), ends][:, None]
         walks = walk(roots_only(torch.stack([text_T[-1] for text_T in texts])), logits_B1V, rows)
         self.run.prefill_seconds = clock.stop().total()
-        return self._advance(live, walks, out, [range(count) for count in counts])
+        return self._advance(live, walks, out, experts_BTLK, [range(count) for count in counts])
 
-    def _step(self, live: list[tuple[int, Row]], features: list[Tensor] | None) -> tuple:
+    def _step(self, live: list[tuple[int, Row]], news: News) -> tuple:
         rows = [row for _, row in live]
         clock = StepClock(rows[0].ids_T.device)
-        trees = self._propose([row.text_T for row in rows], features, clock)
+        trees = self._propose([row.text_T for row in rows], news, clock)
         with clock.phase("verify"):
             out = verify(self.model, self.cache, trees, **self.tap.options)
             experts_BNLK = self.recorder.take().unflatten(0, trees.tokens_BN.shape)
         with clock.phase("accept"):
             walks = walk(trees, out.logits, rows)
             self.cache.keep([step.kept[: len(step.emitted)] for step in walks], trees.width)
-            advanced = self._advance(live, walks, out, [step.kept for step in walks])
+            advanced = self._advance(live, walks, out, experts_BNLK, [step.kept for step in walks])
         emitted, verified = [step.uncut for step in walks], [step.verified for step in walks]
         clock.stop()
         kept, numbers = [step.kept for step in walks], [number for number, _ in live]
         self.run.steps.append(Step(emitted, verified, kept, experts_BNLK, numbers, clock))
         return advanced
 
-    def _propose(self, texts: list[Tensor], features: list[Tensor] | None, clock: StepClock) -> DraftTrees:
+    def _propose(self, texts: list[Tensor], news: News, clock: StepClock) -> DraftTrees:
         method = self.method
         if method.drafter is None or method.gamma == 1:
             return roots_only(torch.stack([ids_T[-1] for ids_T in texts]))
         with clock.phase("draft"):
-            trees = method.drafter.draft(texts, features)
+            trees = method.drafter.draft(texts, news.features)
         with clock.phase("predict"):
-            footprints = method.footprints.footprints(texts, trees) if method.footprints else None
+            source = method.footprints
+            footprints = source.footprints(texts, trees, news.routed) if source else None
         with clock.phase("select"):
             return method.choose(trees, footprints)
 
-    def _advance(self, live: list, walks: list, out: object, kept: list) -> tuple:
-        """The texts that go on, and their features at the positions `kept`; all parts forget the others."""
+    def _advance(self, live: list, walks: list, out: object, experts_BNLK: Tensor, kept: list) -> tuple:
+        """The texts that go on, and the news of their positions `kept`; all parts forget the others."""
         if live[0][0] == 0:
             self.on_tokens(torch.tensor(walks[0].emitted))
         going = [place for place, step in enumerate(walks) if not step.ended]
         if 0 < len(going) < len(live):
             self.cache.keep_rows(going)
             self.method.keep_rows(going)
-        features_BNF = self.tap.read(out)
-        features = None
-        if features_BNF is not None:
-            features = [features_BNF[place, list(kept[place])] for place in going]
-        return [live[place] for place in going], features
+        index = [torch.tensor(list(kept[place])) for place in going]
+
+        def of(values_BNX: Tensor | None) -> list[Tensor] | None:
+            if values_BNX is None:
+                return None
+            return [values_BNX[place, index_n] for place, index_n in zip(going, index, strict=True)]
+
+        news = News(of(self.tap.read(out)), of(experts_BNLK if self.method.footprints else None))
+        return [live[place] for place in going], news

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,13 +10,14 @@ from ecospec.configs.errors import InputError
 from ecospec.configs.files import provenance, replace_folder, write_json
 from ecospec.configs.progress import progress
 from ecospec.data.prompts import Prompt
-from ecospec.inference.assemble import MethodPlan, Workshop, open_traces, plan_methods
-from ecospec.inference.config import DecodeConfig, only_one
+from ecospec.inference.assemble import TRAINED, MethodPlan, Workshop, open_traces, plan_methods
+from ecospec.inference.config import DecodeConfig, DrafterConfig, only_one
 from ecospec.inference.evaluate import sample_seed, sampling_options
 from ecospec.inference.preflight import preflight
 from ecospec.inference.record import TreeRecorder
 from ecospec.inference.replay import Tables, combinations
 from ecospec.inference.replay_results import replay
+from ecospec.inference.replay_table import replay_table
 from ecospec.inference.runfolder import prompts_in_context
 from ecospec.inference.treefile import Identity, Position, TreeSet, read_trees, write_trees
 from ecospec.inference.turns import Turns
@@ -32,23 +32,48 @@ GAMMAS = range(1, 8)
 
 
 def run_record(config: DecodeConfig, output: Path) -> str:
-    """Record the pools along the prompts' texts at the first temperature; returns one line on what was written."""
-    config = replace(config, methods=[])
+    """Record the pools along the prompts' texts at the first temperature; returns one line on what was written.
+
+    The methods share the drafter; what each footprint source predicts is kept, and timed.
+    """
     only_one(config, "record")
+    drafter, plans = recorded_sources(config)
     prompts = prompts_in_context(config)
     preflight(config)
-    target, (plan,) = load_target(config.target), plan_methods(config)
-    identity = _identity(config, target, plan, prompts)
+    target = load_target(config.target)
+    identity = _identity(config, target, drafter, plans, prompts)
+    workshop = Workshop(target, config.traces)
+    sources = {name: workshop.footprints(plan) for name, plan in plans.items()}
 
     written = 0
 
     def write(folder: Path) -> None:
         nonlocal written
-        written = write_trees(folder / TREES, identity, _positions(config, target, plan, prompts))
+        with RoutingRecorder(target.model) as recorder:
+            trees = TreeRecorder(target.model, recorder, workshop.drafter(drafter), drafter.steps, sources)
+            positions = _positions(config, target, trees, prompts)
+            written = write_trees(folder / TREES, identity, positions, trees.seconds)
         write_json(folder / "provenance.json", provenance() | {"config": dataclasses.asdict(config)})
 
     replace_folder(output, write)
     return f"{output / TREES}: {written} positions of {len(prompts)} prompts"
+
+
+def recorded_sources(config: DecodeConfig) -> tuple[DrafterConfig, dict[str, MethodPlan]]:
+    """The drafter, and a method for each footprint source by its name.
+
+    Raises InputError when no method drafts, when they draft differently, or when one source has two folders.
+    """
+    plans = [plan for plan in plan_methods(config) if plan.baseline is None]
+    if not plans or any(plan.drafter != plans[0].drafter for plan in plans):
+        raise InputError("methods: record drafts each pool once; give all methods (baselines aside) one drafter")
+    sources: dict[str, MethodPlan] = {}
+    for plan in (plan for plan in plans if plan.needs_footprints):
+        known = sources.setdefault(plan.footprints, plan)
+        if plan.footprints in TRAINED and plan.predictor != known.predictor:
+            paths = f"{known.predictor.path} and {plan.predictor.path}"
+            raise InputError(f"methods: a tree file keeps one {plan.footprints}, not {paths}; record them one by one")
+    return plans[0].drafter, sources
 
 
 def run_replay(config: DecodeConfig, output: Path) -> str:
@@ -58,8 +83,8 @@ def run_replay(config: DecodeConfig, output: Path) -> str:
     """
     trees = _read(config)
     tables = _tables(config, trees)
-    recorded = trees.positions[0].experts_pred_NLK is not None if trees.positions else False
-    sources = ["oracle", *(["predictor"] if recorded else []), *tables]
+    recorded = trees.positions[0].predicted if trees.positions else {}
+    sources = ["oracle", *recorded, "last_step", *tables]
     runs = replay(trees, combinations(REPLAYED, sources, GAMMAS), tables)
 
     def write(folder: Path) -> None:
@@ -68,38 +93,43 @@ def run_replay(config: DecodeConfig, output: Path) -> str:
 
     replace_folder(output, write)
     last = runs[-1]["dataset"] if runs else None
-    return _markdown([run for run in runs if run["dataset"] == last])
+    return replay_table([run for run in runs if run["dataset"] == last])
 
 
-def _identity(config: DecodeConfig, target: Target, plan: MethodPlan, prompts: list[Prompt]) -> Identity:
+def _identity(
+    config: DecodeConfig,
+    target: Target,
+    drafter: DrafterConfig,
+    plans: dict[str, MethodPlan],
+    prompts: list[Prompt],
+) -> Identity:
+    folders = {name: plan.predictor.path for name, plan in plans.items() if name in TRAINED}
     return Identity(
         target=target.name,
         target_config_sha256=target.config_sha256,
-        drafter=plan.drafter.kind,
-        predictor=plan.predictor.path if plan.needs_footprints else None,
+        drafter=drafter.kind,
+        predictor=folders.pop("predictor", None),
         temperature=config.temperature[0],
         seed=config.seed,
         num_layers=len(target.shape.layers),
         num_experts=target.shape.num_experts,
         top_k=target.shape.top_k,
-        steps=plan.drafter.steps,
-        topk=plan.drafter.topk,
+        steps=drafter.steps,
+        topk=drafter.topk,
         datasets={prompt.sample_id: prompt.dataset for prompt in prompts},
+        rungs=folders,
     )
 
 
-def _positions(config: DecodeConfig, target: Target, plan: MethodPlan, prompts: list[Prompt]) -> Iterator[Position]:
-    method = Workshop(target, config.traces).method(plan)
+def _positions(config: DecodeConfig, target: Target, trees: TreeRecorder, prompts: list[Prompt]) -> Iterator[Position]:
     options = {"max_new_tokens": config.max_new_tokens, **sampling_options(config.temperature[0])}
-    with RoutingRecorder(target.model) as recorder:
-        trees = TreeRecorder(target.model, recorder, method.drafter, plan.drafter.steps, method.footprints)
-        turns = Turns(config, target)
-        for prompt in map(turns.complete, progress(prompts, "prompts recorded")):
-            ids = torch.tensor([prompt_ids(prompt, target.tokenizer, config.chat_template)], device=target.model.device)
-            seed = sample_seed(config.seed, prompt.sample_id)
-            generator = torch.Generator(target.model.device).manual_seed(seed)
-            yield from trees.record(prompt.sample_id, ids, generator, **options)
-            turns.note([prompt], [trees.last_answer])
+    turns = Turns(config, target)
+    for prompt in map(turns.complete, progress(prompts, "prompts recorded")):
+        ids = torch.tensor([prompt_ids(prompt, target.tokenizer, config.chat_template)], device=target.model.device)
+        seed = sample_seed(config.seed, prompt.sample_id)
+        generator = torch.Generator(target.model.device).manual_seed(seed)
+        yield from trees.record(prompt.sample_id, ids, generator, **options)
+        turns.note([prompt], [trees.last_answer])
 
 
 def _read(config: DecodeConfig) -> TreeSet:
@@ -116,23 +146,3 @@ def _tables(config: DecodeConfig, trees: TreeSet) -> Tables:
     traces = open_traces(config.traces, trees.identity.counts, trees.identity.target_config_sha256)
     seen = [max([p.root, *p.tokens_M]) for p in trees.positions] + [item.input_ids.max() for item in traces]
     return fit_tables(traces, 1 + int(max(seen)))
-
-
-def _markdown(runs: list[dict]) -> str:
-    rows = [
-        "| γ | selection | α | 𝓔 | α beyond EAGLE's | 𝓔 beyond EAGLE's |",
-        "| ---: | --- | ---: | ---: | ---: | ---: |",
-    ]
-    for run in runs:
-        shown = [run["acceptance_length"], run["active_experts"]]
-        against = [_difference(run, name) for name in ("acceptance_length", "active_experts")]
-        values = ["–" if value is None else f"{value:.2f}" for value in shown]
-        rows.append(f"| {' | '.join([str(run['gamma']), run['label'], *values, *against])} |")
-    return "\n".join(rows)
-
-
-def _difference(run: dict, name: str) -> str:
-    value, interval = run[f"{name}_difference"], run[f"{name}_difference_interval"]
-    if value is None:
-        return "–"
-    return f"{value:+.2f}" + (f" ({interval[0]:+.2f} to {interval[1]:+.2f})" if interval else "")

@@ -1,5 +1,6 @@
 """`ecospec-decode check`: does everything fit together? Reads configurations and headers, no target weights."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -7,6 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ecospec.configs.errors import InputError
 from ecospec.inference.assemble import (
+    COUNTED,
     MethodPlan,
     check_moe,
     draft_model_source,
@@ -15,6 +17,7 @@ from ecospec.inference.assemble import (
     plan_methods,
 )
 from ecospec.inference.config import DecodeConfig, DrafterConfig
+from ecospec.inference.drafters.base import NO_HIDDEN
 from ecospec.inference.drafters.eagle3_checkpoint import inspect_head
 from ecospec.inference.drafters.headers import safetensors_shapes
 from ecospec.inference.drafters.language_model import inspect_language_model
@@ -44,6 +47,16 @@ class Finding:
     value: str
 
 
+@dataclass(frozen=True)
+class Drafter:
+    """What a drafter is, tokens in its vocabulary, width of its hidden input (None where it has none), and notes."""
+
+    value: str
+    vocabulary: int | None = None
+    hidden: int | None = None
+    notes: Sequence[str] = ()
+
+
 def preflight(config: DecodeConfig) -> list[Finding]:
     """All findings. Raises InputError at the first part that does not fit, naming it and the remedy."""
     model_config = load_target_config(config.target)
@@ -59,9 +72,11 @@ def preflight(config: DecodeConfig) -> list[Finding]:
     _check_batches(config, plans, model_config)
     for plan in plans:
         if plan.baseline is None:
-            findings += _check_drafter(config, plan, model_config)
-        if plan.needs_footprints:
-            findings.append(Finding(f"{plan.label}: footprints", _check_footprints(config, plan, model_config, shape)))
+            drafter = _DRAFTERS[plan.drafter.kind](config, plan.drafter, model_config)
+            findings += _check_drafter(plan, drafter)
+            if plan.needs_footprints:
+                value = _check_footprints(config, plan, model_config, shape, drafter)
+                findings.append(Finding(f"{plan.label}: footprints", value))
     return findings
 
 
@@ -92,37 +107,38 @@ def _memory(config: DecodeConfig, model_config: PreTrainedConfig) -> str:
     return f"{parameters / 1e6:.1f} M parameters, {size:.2f} GiB in {str(model.dtype).removeprefix('torch.')}"
 
 
-def _check_drafter(config: DecodeConfig, plan: MethodPlan, model_config: PreTrainedConfig) -> list[Finding]:
-    """What the drafter is, and what to know about it. Raises InputError when it does not fit the target."""
-    value, vocabulary, notes = _DRAFTERS[plan.drafter.kind](config, plan.drafter, model_config)
-    if vocabulary is not None and plan.drafter.topk > vocabulary:
-        raise InputError(f"--drafter.topk {plan.drafter.topk}: the head has only {vocabulary} tokens")
+def _check_drafter(plan: MethodPlan, drafter: Drafter) -> list[Finding]:
+    """What the drafter is, and what to know about it. Raises InputError when it cannot grow such trees."""
+    if drafter.vocabulary is not None and plan.drafter.topk > drafter.vocabulary:
+        raise InputError(f"--drafter.topk {plan.drafter.topk}: the head has only {drafter.vocabulary} tokens")
     what = f"{plan.label}: drafter"
-    return [Finding(what, value), *(Finding(what, note) for note in notes)]
+    return [Finding(what, drafter.value), *(Finding(what, note) for note in drafter.notes)]
 
 
-def _inspect_eagle3(_config: DecodeConfig, drafter: DrafterConfig, target: PreTrainedConfig) -> tuple:
+def _inspect_eagle3(_config: DecodeConfig, drafter: DrafterConfig, target: PreTrainedConfig) -> Drafter:
     folder = part_folder(drafter.path, "drafter")
     spec = inspect_head(folder, target, drafter.feature_layers, drafter.rope_theta)
     D = spec.config.draft_vocab_size
-    return f"{folder}, {spec.writer}, draft vocabulary {D}, layers {list(spec.feature_layers)}", D, spec.notes
+    value = f"{folder}, {spec.writer}, draft vocabulary {D}, layers {list(spec.feature_layers)}"
+    return Drafter(value, D, spec.config.hidden_size, spec.notes)
 
 
-def _inspect_mtp(config: DecodeConfig, drafter: DrafterConfig, target: PreTrainedConfig) -> tuple:
+def _inspect_mtp(config: DecodeConfig, drafter: DrafterConfig, target: PreTrainedConfig) -> Drafter:
     source = mtp_source(drafter, resolve_target(config.target.name))
     summary = inspect_mtp(source, target, config.target.revision)
-    return f"MTP layer {summary.number} of {source}, {summary.weights / 1e6:.1f} M weights", target.vocab_size, []
+    value = f"MTP layer {summary.number} of {source}, {summary.weights / 1e6:.1f} M weights"
+    return Drafter(value, target.vocab_size, target.hidden_size)
 
 
-def _inspect_draft_lm(config: DecodeConfig, drafter: DrafterConfig, target: PreTrainedConfig) -> tuple:
+def _inspect_draft_lm(config: DecodeConfig, drafter: DrafterConfig, target: PreTrainedConfig) -> Drafter:
     vocab_size = target.get_text_config().vocab_size
     tokenizer = load_tokenizer(config.target, vocab_size)
     draft, _ = inspect_language_model(draft_model_source(drafter), vocab_size, tokenizer)
-    return f"{drafter.path} ({draft.model_type})", draft.get_text_config().vocab_size, []
+    return Drafter(f"{drafter.path} ({draft.model_type})", draft.get_text_config().vocab_size)
 
 
-def _inspect_lookup(_config: DecodeConfig, _drafter: DrafterConfig, _target: PreTrainedConfig) -> tuple:
-    return "earlier occurrences in the text", None, []
+def _inspect_lookup(_config: DecodeConfig, _drafter: DrafterConfig, _target: PreTrainedConfig) -> Drafter:
+    return Drafter("earlier occurrences in the text")
 
 
 _DRAFTERS = {
@@ -133,13 +149,37 @@ _DRAFTERS = {
 }
 
 
-def _check_footprints(config: DecodeConfig, plan: MethodPlan, model_config: PreTrainedConfig, shape: MoeShape) -> str:
-    if plan.selection.footprints != "predictor":
+def _check_footprints(
+    config: DecodeConfig, plan: MethodPlan, model_config: PreTrainedConfig, shape: MoeShape, drafter: Drafter
+) -> str:
+    """What the footprint source is. Raises InputError when target or drafter are not those it is made for."""
+    if plan.footprints == "last_step":
+        return "last_step, the experts of the token before the root"
+    if plan.footprints in COUNTED:
         traces = open_traces(config.traces, shape.counts, config_hash(model_config))
-        return f"{plan.selection.footprints}, counted from {traces.folder}"
-    path = plan.predictor.path
-    folder = part_folder(path, "predictor")
-    _, values = predictor_values(folder)
+        return f"{plan.footprints}, counted from {traces.folder}"
+    values = predictor_values(plan.trained_folder, plan.footprints)
+    _check_target(plan.predictor.path, values, model_config, shape)
+    fed = f", fed the drafter's hidden {_hidden(plan, values, drafter)}" if plan.footprints == "draft_mlp" else ""
+    weights = safetensors_shapes(plan.trained_folder / "model.safetensors").values()
+    count = sum(torch.Size(size).numel() for size in weights) / 1e6
+    return f"{plan.trained_folder}, {count:.2f} M weights, trained for {values.get('target')}{fed}"
+
+
+def _hidden(plan: MethodPlan, values: dict, drafter: Drafter) -> int:
+    """Width of what the drafter is fed. Raises InputError where it is not what the model of `values` reads."""
+    if drafter.hidden is None:
+        raise InputError(NO_HIDDEN)
+    if values.get("draft_size") != drafter.hidden:
+        raise InputError(
+            f"--predictor.path {plan.predictor.path}: reads {values.get('hidden_size')} hidden values of a draft head, "
+            f"this drafter has {drafter.hidden}; take the one that was trained on it"
+        )
+    return drafter.hidden
+
+
+def _check_target(path: str | None, values: dict, model_config: PreTrainedConfig, shape: MoeShape) -> None:
+    """Raises InputError unless the trained model of `values` belongs to the target."""
     found = tuple(values.get(key) for key in ("num_layers", "num_experts", "num_experts_per_tok"))
     check_moe(f"--predictor.path {path}", found, shape.counts)
     identity = {
@@ -151,5 +191,3 @@ def _check_footprints(config: DecodeConfig, plan: MethodPlan, model_config: PreT
     different = [key for key, value in identity.items() if values.get(key) != value]
     if different:
         raise InputError(f"--predictor.path {path}: trained for another target ({', '.join(different)} differ)")
-    weights = sum(torch.Size(size).numel() for size in safetensors_shapes(folder / "model.safetensors").values())
-    return f"{folder}, {weights / 1e6:.2f} M weights, trained for {values.get('target')}"

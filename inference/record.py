@@ -9,7 +9,8 @@ Letters: T tokens of the text, P of them the prompt's, N tree nodes (root first)
 drafter's features, V vocabulary, L MoE layers, E experts, K experts per token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from statistics import median
 
 import numpy as np
 import torch
@@ -19,14 +20,15 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 
 from ecospec.configs.errors import InputError
 from ecospec.inference.cache import RowCache
-from ecospec.inference.decoder import Method, SpeculativeLoop
+from ecospec.inference.decoder import Method, News, SpeculativeLoop
 from ecospec.inference.drafters.base import BatchDrafter, Drafter
 from ecospec.inference.features import FeatureTap
-from ecospec.inference.footprints import FootprintSource
+from ecospec.inference.footprints import FootprintSource, needs_hidden
 from ecospec.inference.generation import refuse_unsupported
 from ecospec.inference.picking import Picker, Row
-from ecospec.inference.tree import DraftTree, stack
-from ecospec.inference.treefile import Position
+from ecospec.inference.statistics import StepClock
+from ecospec.inference.tree import DraftTree, DraftTrees
+from ecospec.inference.treefile import PREDICTED, TARGET, Position
 from ecospec.inference.verification import check_context, check_tree_support, verify
 from ecospec.tracing.recorder import RoutingRecorder
 
@@ -34,7 +36,9 @@ from ecospec.tracing.recorder import RoutingRecorder
 class TreeRecorder:
     """Records the pools of `drafter` along texts of `model`; `depth` bounds the depth of its trees.
 
-    `recorder` is entered already. Raises InputError for a target on which no tree can be verified.
+    `sources`: what predicts their experts, by the name of the footprints; each is timed, and those of `PREDICTED` are
+    kept. `recorder` is entered already. Raises InputError for a target on which no tree can be verified, and for a
+    source that the drafter cannot feed.
     """
 
     def __init__(
@@ -43,14 +47,18 @@ class TreeRecorder:
         recorder: RoutingRecorder,
         drafter: Drafter | BatchDrafter,
         depth: int,
-        footprints: FootprintSource | None = None,
+        sources: Mapping[str, FootprintSource] | None = None,
     ) -> None:
         check_tree_support(model)
         self.model = model
         self.recorder = recorder
         self.depth = depth
-        self.method = Method(drafter, "confidence", footprints=footprints)
-        self.tap = FeatureTap(model, self.method.feature_layers)
+        self.sources = sources or {}
+        self.drafter = Method(drafter, "confidence").drafter
+        if any(map(needs_hidden, self.sources.values())):
+            self.drafter.give_hidden()
+        self.tap = FeatureTap(model, tuple(self.drafter.feature_layers))
+        self.times: dict[str, list[float]] = {name: [] for name in (TARGET, *self.sources)}
         self.last_answer: list[int] = []  # ids of the text recorded last, without its prompt
 
     def record(
@@ -67,42 +75,47 @@ class TreeRecorder:
             ids_1T, attention_mask=torch.ones_like(ids_1T), custom_generate=text, **generation_kwargs
         )
         self.last_answer = out_1T[0, ids_1T.shape[1] :].tolist()
+        self.times[TARGET] += [step.clock.seconds()["verify"] for step in text.run.steps]
         return self._positions(prompt_id, ids_1T.shape[1], text)
+
+    def seconds(self) -> dict[str, float]:
+        """Medians over the positions so far: seconds of each source, and of the target's pass over the root alone."""
+        return {name: median(times) for name, times in self.times.items() if times}
 
     @torch.no_grad()
     def _positions(self, prompt_id: str, prompt_length: int, text: "_Text") -> list[Position]:
         rows = []
-        self.method.reset(1)
+        for part in (self.drafter, *self.sources.values()):
+            part.reset(1)
         with self.tap:
-            cache, features = self._prefill(text.row.ids_T[:prompt_length])
+            cache, news = self._prefill(text.row.ids_T[:prompt_length])
             for place in range(prompt_length, text.length - 1):
-                row, features = self._position(prompt_id, place, text.row, cache, features)
+                row, news = self._position(prompt_id, place, text.row, cache, news)
                 rows.append(row)
         return rows
 
-    def _prefill(self, prompt_P: Tensor) -> tuple[RowCache, list[Tensor] | None]:
+    def _prefill(self, prompt_P: Tensor) -> tuple[RowCache, News]:
         cache = RowCache(DynamicCache(config=self.model.config.get_text_config()))
         options = {"use_cache": True, "logits_to_keep": 1, **self.tap.options}
         out = self.model(input_ids=prompt_P[None], cache=cache.cache, **options)
-        self.recorder.take()
+        true_PLK = self.recorder.take()
         cache.cache.activate_past_recording()
         cache.keep_first([len(prompt_P)], len(prompt_P))
-        return cache, self._features(out, len(prompt_P))
+        return cache, self._news(out, true_PLK, len(prompt_P))
 
-    def _features(self, out: object, count: int) -> list[Tensor] | None:
+    def _news(self, out: object, true_NLK: Tensor, count: int) -> News:
+        """Of a pass over one text, what its first `count` positions tell."""
         features_1NF = self.tap.read(out)
-        return None if features_1NF is None else [features_1NF[0, :count]]
+        return News(None if features_1NF is None else [features_1NF[0, :count]], [true_NLK[:count]])
 
-    def _position(
-        self, prompt_id: str, place: int, row: Row, cache: RowCache, features: list[Tensor] | None
-    ) -> tuple[Position, list[Tensor] | None]:
+    def _position(self, prompt_id: str, place: int, row: Row, cache: RowCache, news: News) -> tuple[Position, News]:
         """Draft, predict and verify the whole pool after the token at `place`; keep the root."""
-        ids_T, method = row.ids_T[: place + 1], self.method
-        tree = method.drafter.draft([ids_T], features).row(0)
+        ids_T = row.ids_T[: place + 1]
+        trees = self.drafter.draft([ids_T], news.features)
+        tree = trees.row(0)
         if int(tree.depth_N.max()) > self.depth:
             raise InputError(f"drafter: its tree is {int(tree.depth_N.max())} levels deep where {self.depth} was said")
-        trees = stack([tree])
-        footprints = method.footprints.footprints([ids_T], trees)[0] if method.footprints else None
+        predicted = self._predict(ids_T, trees, news.routed)
         out = verify(self.model, cache, trees, **self.tap.options)
         true_NLK = self.recorder.take(len(tree))
         cache.keep_first([1], len(tree))
@@ -114,13 +127,27 @@ class TreeRecorder:
             accepted_M=_accepted(tree, row.ids_T[place:]),
             target_prob_M=_target_prob(tree, ids_T, out.logits[0], row.picker),
             experts_true_NLK=true_NLK.sort(-1).values.cpu().numpy(),
-            experts_pred_NLK=None if footprints is None else _ids(footprints, true_NLK.shape[-1]),
+            **{f"{PREDICTED[name]}_NLK": _ids(name, found, true_NLK.shape[-1]) for name, found in predicted.items()},
         )
-        return position, self._features(out, 1)
+        return position, self._news(out, true_NLK, 1)
+
+    def _predict(self, ids_T: Tensor, trees: DraftTrees, routed: list[Tensor]) -> dict[str, Tensor]:
+        """Footprints [N, L, E] of the sources that are kept; all are timed."""
+        found = {}
+        for name, source in self.sources.items():
+            clock = StepClock(ids_T.device)
+            footprints_1NLE = source.footprints([ids_T], trees, routed)
+            self.times[name].append(clock.stop().total())
+            if name in PREDICTED:
+                found[name] = footprints_1NLE[0]
+        return found
 
 
 class _Text:
-    """A `custom_generate` that decodes plainly, `beyond` tokens past the end; `length` is the text's without them."""
+    """A `custom_generate` that decodes plainly, `beyond` tokens past the end; `length` is the text's without them.
+
+    `run` holds its steps: passes of the target over a root alone.
+    """
 
     def __init__(
         self, model: nn.Module, recorder: RoutingRecorder, beyond: int, generator: torch.Generator | None
@@ -146,7 +173,7 @@ class _Text:
         picker = Picker(logits_processor, StoppingCriteriaList([end]), generation_config.do_sample, self.generator)
         self.row = Row(input_ids[0], picker)
         cache: Cache = model_kwargs["cache"]
-        self.loop.decode([self.row], cache)
+        self.run = self.loop.decode([self.row], cache)
         self.length = end.length
         return self.row.ids_T[None, : self.length]
 
@@ -215,8 +242,8 @@ def _target_prob(tree: DraftTree, ids_T: Tensor, logits_NV: Tensor, picker: Pick
     return prob[1:].cpu().numpy()
 
 
-def _ids(footprints_NLE: Tensor, top_k: int) -> np.ndarray:
+def _ids(name: str, footprints_NLE: Tensor, top_k: int) -> np.ndarray:
     """Expert ids [N, L, K], ascending. Raises InputError unless every node has K experts in every layer."""
     if bool((footprints_NLE.sum(-1) != top_k).any()):
-        raise InputError(f"predictor: a tree file keeps {top_k} experts a node and layer, as many as the target uses")
+        raise InputError(f"{name}: a tree file keeps {top_k} experts a node and layer, as many as the target uses")
     return footprints_NLE.nonzero()[:, -1].reshape(*footprints_NLE.shape[:2], top_k).cpu().numpy()

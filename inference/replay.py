@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ecospec.configs.errors import InputError
-from ecospec.inference.footprints import as_footprints
+from ecospec.inference.footprints import as_footprints, same_for_all
 from ecospec.inference.selection import EPSILON, NEEDS_FOOTPRINTS, check_selection, choose, draw_noise
-from ecospec.inference.treefile import Position, TreeSet
+from ecospec.inference.treefile import PREDICTED, Position, TreeSet
 from ecospec.predictor.simple import FrequencyPredictor, TokenPredictor
 
 BATCH_BYTES = 2**21  # of one batch's footprints, to stay in a cache
@@ -28,7 +28,7 @@ Tables = Mapping[str, FrequencyPredictor | TokenPredictor]
 
 @dataclass(frozen=True)
 class Combination:
-    """What is replayed. `footprints`: `predictor`, `oracle`, a table's name, or None for policies that need none.
+    """What is replayed. `footprints`: `oracle`, `last_step`, a recorded source, a table, or None for policies without.
 
     Raises InputError for an unknown policy, γ < 1, or footprints that are missing.
     """
@@ -55,7 +55,10 @@ class Steps:
 
 @dataclass(frozen=True)
 class Pools:
-    """Positions whose pools are equally wide; `numbers_B` are theirs in the file, `ids` expert ids by source."""
+    """Positions whose pools are equally wide; `numbers_B` are theirs in the file, `ids` expert ids by source.
+
+    `before_BLK`: true experts of the token before the root, -1 where the file has none (a text's first position).
+    """
 
     numbers_B: np.ndarray
     parents_BN: Tensor
@@ -64,13 +67,16 @@ class Pools:
     tokens_BN: Tensor
     accepted_BN: Tensor
     ids: dict[str, Tensor]
+    before_BLK: Tensor
 
     def footprints(self, source: str, tables: Tables, num_experts: int) -> Tensor:
         """bool [B, N, L, E]. Raises InputError for a source that the file lacks and no table gives."""
         if source in self.ids:
             return as_footprints(self.ids[source].long(), num_experts)
+        if source == "last_step":
+            return same_for_all(self.before_BLK.long(), self.tokens_BN.shape[1], num_experts)
         if source not in tables:
-            remedy = "the trees were recorded without a predictor" if source == "predictor" else "no such table"
+            remedy = "the trees were recorded without it" if source in PREDICTED else "no such table"
             raise InputError(f"--footprints {source}: {remedy}")
         tokens, place_X = np.unique(self.tokens_BN.numpy(), return_inverse=True)
         experts_XLK = torch.from_numpy(tables[source].predict(tokens)).long()
@@ -92,7 +98,7 @@ def combinations(
 
 
 class Replay:
-    """Replays the positions of `trees`; `tables` are footprint sources by name beside `predictor` and `oracle`."""
+    """Replays the positions of `trees`; `tables` are footprint sources by name beside those that the trees give."""
 
     def __init__(self, trees: TreeSet, tables: Tables | None = None) -> None:
         self.trees = trees
@@ -143,6 +149,7 @@ def _walk(emitted_X: np.ndarray, span: range) -> np.ndarray:
 
 def _pools(trees: TreeSet) -> Iterator[Pools]:
     """All positions in batches of one width and of bounded size."""
+    before = _experts_before(trees)
     numbers = defaultdict(list)
     for number, position in enumerate(trees.positions):
         numbers[position.width].append(number)
@@ -150,15 +157,25 @@ def _pools(trees: TreeSet) -> Iterator[Pools]:
         node_bytes = trees.identity.num_layers * trees.identity.num_experts
         size = max(1, BATCH_BYTES // (width * node_bytes))
         for start in range(0, len(group), size):
-            batch = group[start : start + size]
-            yield _stacked(np.array(batch), [trees.positions[number] for number in batch])
+            batch = np.array(group[start : start + size])
+            yield _stacked(batch, [trees.positions[number] for number in batch], before[batch])
 
 
-def _stacked(numbers_B: np.ndarray, positions: list[Position]) -> Pools:
-    ids = {"oracle": torch.from_numpy(np.stack([position.experts_true_NLK for position in positions]))}
-    predicted = [position.experts_pred_NLK for position in positions]
-    if all(pred_NLK is not None for pred_NLK in predicted):
-        ids["predictor"] = torch.from_numpy(np.stack(predicted))
+def _experts_before(trees: TreeSet) -> np.ndarray:
+    """int16 [X, L, K]: what the root of the position before used, -1 at a text's first."""
+    L, _, K = trees.identity.counts
+    roots_XLK = [position.experts_true_NLK[0] for position in trees.positions]
+    before_XLK = np.full((len(roots_XLK), L, K), -1, np.int16)
+    for span in trees.spans.values():
+        if len(span) > 1:
+            before_XLK[span.start + 1 : span.stop] = roots_XLK[span.start : span.stop - 1]
+    return before_XLK
+
+
+def _stacked(numbers_B: np.ndarray, positions: list[Position], before_BLK: np.ndarray) -> Pools:
+    found = [{"oracle": position.experts_true_NLK, **position.predicted} for position in positions]
+    everywhere = [source for source in found[0] if all(source in ids for ids in found)]
+    ids = {source: torch.from_numpy(np.stack([ids[source] for ids in found])) for source in everywhere}
     parents_BN = _with_root(positions, "parents_M", -2) + 1
     return Pools(
         numbers_B,
@@ -168,6 +185,7 @@ def _stacked(numbers_B: np.ndarray, positions: list[Position]) -> Pools:
         torch.cat([torch.tensor([[p.root] for p in positions]), _with_root(positions, "tokens_M", 0)[:, 1:]], dim=1),
         _with_root(positions, "accepted_M", True),
         ids,
+        torch.from_numpy(before_BLK),
     )
 
 

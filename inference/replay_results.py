@@ -1,16 +1,18 @@
-"""Replayed steps as runs with the keys of `results.json`, and paired intervals against EAGLE's rule.
+"""Replayed steps as runs with the keys of `results.json`, and how they compare with EAGLE's rule and with oracle's.
 
-Letters: P prompts, S steps, L MoE layers, R resamples.
+Letters: P prompts, S steps, L MoE layers, R resamples of the prompts (the first: each prompt once).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from ecospec.configs.progress import progress
+from ecospec.inference.modelled_speed import modelled_speedups
 from ecospec.inference.replay import Combination, Replay, Steps, Tables
 from ecospec.inference.selection import EPSILON, NEEDS_FOOTPRINTS
-from ecospec.inference.treefile import Identity, TreeSet
+from ecospec.inference.treefile import TARGET, Identity, TreeSet
 
 RESAMPLES = 1000
 REFERENCE = "confidence"
@@ -31,18 +33,28 @@ def replay(trees: TreeSet, combinations: Sequence[Combination], tables: Tables |
     Raises InputError for a footprint source that is not there.
     """
     engine, identity = Replay(trees, tables), trees.identity
-    references = {
-        gamma: engine.steps(Combination(REFERENCE, gamma)) for gamma in sorted({c.gamma for c in combinations})
-    }
-    steps = [engine.steps(combination) for combination in progress(list(combinations), "selections replayed")]
+    needed = list(dict.fromkeys(one for c in combinations for one in (c, _eagles(c), _oracles(c)) if one))
+    steps = {one: engine.steps(one) for one in progress(needed, "selections replayed")}
     runs = []
     for dataset, prompts in _groups(identity):
-        for combination, by_prompt in zip(combinations, steps, strict=True):
-            group = [by_prompt[prompt_id] for prompt_id in prompts]
-            reference = [references[combination.gamma][prompt_id] for prompt_id in prompts]
+        groups = {one: [by_prompt[prompt_id] for prompt_id in prompts] for one, by_prompt in steps.items()}
+        sums = {one: _sums(group) for one, group in groups.items()}
+        for combination in combinations:
             known = _identity(identity, combination) | {"dataset": dataset, "samples": len(prompts)}
-            runs.append(known | dict.fromkeys(_NOT_MEASURED) | _means(group) | _against(group, reference))
+            run = known | dict.fromkeys(_NOT_MEASURED) | _means(groups[combination])
+            run |= compared(*(sums.get(one) for one in (combination, _eagles(combination), _oracles(combination))))
+            runs.append(run | _modelled(run, trees.seconds))
     return runs
+
+
+def _eagles(combination: Combination) -> Combination:
+    """EAGLE's rule at the same γ."""
+    return Combination(REFERENCE, combination.gamma)
+
+
+def _oracles(combination: Combination) -> Combination | None:
+    """The same policy, γ and ε with the target's own experts; None for a policy that needs none."""
+    return replace(combination, footprints="oracle") if combination.policy in NEEDS_FOOTPRINTS else None
 
 
 def _groups(identity: Identity) -> list[tuple[str, list[str]]]:
@@ -54,13 +66,14 @@ def _groups(identity: Identity) -> list[tuple[str, list[str]]]:
 
 def _identity(identity: Identity, combination: Combination) -> dict:
     needs = combination.policy in NEEDS_FOOTPRINTS
+    folders = {"predictor": identity.predictor, **identity.rungs}
     return {
         "label": label(combination),
         "target": identity.target,
         "drafter": identity.drafter,
         "selection": combination.policy,
         "footprints": combination.footprints if needs else None,
-        "predictor": identity.predictor if combination.footprints == "predictor" and needs else None,
+        "predictor": folders.get(combination.footprints) if needs else None,
         "temperature": identity.temperature,
         "gamma": combination.gamma,
         "epsilon": combination.epsilon if needs else None,
@@ -97,20 +110,61 @@ def _means(group: list[Steps]) -> dict:
     }
 
 
-def _against(group: list[Steps], reference: list[Steps]) -> dict:
-    """Differences of α and 𝓔 from those of `confidence` at the same γ, with 95 % intervals over the same prompts.
+def compared(ours_P3: np.ndarray, eagles_P3: np.ndarray, oracles_P3: np.ndarray | None) -> dict:
+    """Differences of α and 𝓔 from EAGLE's rule, and *regret*: those from oracle footprints, null without footprints.
 
-    An interval is null for a single prompt, a difference too where no text had a step.
+    `saving_kept`: of the experts that oracle footprints save against EAGLE's rule the share that these save; null where
+    oracle saves none, its interval where that may be so. Fewer experts alone are no merit, and footprints that merely
+    repeat with the token id keep much of it, so read it beside α's regret and the modelled speed-up. Each with a 95 %
+    interval over the same prompts, null for a single prompt.
     """
-    ours, theirs = _sums(group), _sums(reference)
-    picks = np.random.default_rng(0).integers(len(group), size=(RESAMPLES, len(group)))
-    found = {}
-    for name, column in (("acceptance_length", 1), ("active_experts", 2)):
-        values = [_ratio(ours[some], column) - _ratio(theirs[some], column) for some in (np.arange(len(group)), picks)]
-        resampled_R = values[1][~np.isnan(values[1])]
-        interval = [float(edge) for edge in np.percentile(resampled_R, [2.5, 97.5])] if len(resampled_R) else None
-        found[f"{name}_difference"] = None if np.isnan(values[0]) else float(values[0])
-        found[f"{name}_difference_interval"] = interval if len(group) > 1 else None
+    P = len(ours_P3)
+    picks_RP = np.concatenate([np.arange(P)[None], np.random.default_rng(0).integers(P, size=(RESAMPLES, P))])
+    ours, eagles = _ratios(ours_P3, picks_RP), _ratios(eagles_P3, picks_RP)
+    oracles = dict.fromkeys(ours) if oracles_P3 is None else _ratios(oracles_P3, picks_RP)
+    found, nothing_R = {}, np.full(len(picks_RP), np.nan)
+    for name, ours_R in ours.items():
+        found |= _estimate(f"{name}_difference", ours_R - eagles[name], P)
+        found |= _estimate(f"{name}_regret", nothing_R if oracles_P3 is None else ours_R - oracles[name], P)
+    kept_R = nothing_R
+    if oracles_P3 is not None:
+        saved_R = eagles["active_experts"] - oracles["active_experts"]
+        kept_R = (eagles["active_experts"] - ours["active_experts"]) / np.where(saved_R > 0, saved_R, np.nan)
+        if not (saved_R > 0).all():
+            kept_R[1:] = np.nan
+    return found | _estimate("saving_kept", kept_R, P)
+
+
+def _ratios(sums_P3: np.ndarray, picks_RP: np.ndarray) -> dict[str, np.ndarray]:
+    """α and 𝓔 of each resample, [R]."""
+    return {
+        name: _ratio(sums_P3[picks_RP], column)
+        for column, name in enumerate(("acceptance_length", "active_experts"), 1)
+    }
+
+
+def _estimate(name: str, values_R: np.ndarray, prompts: int) -> dict:
+    """The first value and the middle 95 % of the others; null for what is NaN."""
+    resampled_R = values_R[1:][~np.isnan(values_R[1:])]
+    interval = None
+    if prompts > 1 and len(resampled_R):
+        interval = [float(edge) for edge in np.percentile(resampled_R, [2.5, 97.5])]
+    return {name: None if np.isnan(values_R[0]) else float(values_R[0]), f"{name}_interval": interval}
+
+
+def _modelled(run: dict, seconds: Mapping[str, float]) -> dict:
+    """Modelled speed-ups; `source_share`: the footprint source's measured part of a plain step, null where unknown.
+
+    On a target that is not bound by memory, as the lab's, that share says little of a large one.
+    """
+    share = 0.0 if run["footprints"] is None else None
+    if run["footprints"] in seconds:
+        share = seconds[run["footprints"]] / seconds[TARGET]
+    found = {"source_share": share, "modelled_speedup": None, "modelled_speedup_with_source": None}
+    if run["steps"]:
+        known = (run["acceptance_length"], run["active_experts"], run["top_k"])
+        found["modelled_speedup"] = modelled_speedups(*known)
+        found["modelled_speedup_with_source"] = None if share is None else modelled_speedups(*known, share)
     return found
 
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import torch
 
 from ecospec.configs.files import replace_file
-from ecospec.inference.assemble import MethodPlan
+from ecospec.inference.assemble import TRAINED, MethodPlan
 from ecospec.inference.config import DecodeConfig
 from ecospec.inference.evaluate import Outcome
 from ecospec.inference.lossless import Difference
@@ -91,10 +91,8 @@ def _identity(config: DecodeConfig, target: Target, plan: MethodPlan) -> dict:
         "label": plan.label,
         "drafter": plan.baseline or plan.drafter.kind,
         "selection": selection and selection.policy,
-        "footprints": selection.footprints if plan.needs_footprints else None,
-        "predictor": folder_name(plan.predictor.path)
-        if plan.needs_footprints and selection.footprints == "predictor"
-        else None,
+        "footprints": plan.footprints,
+        "predictor": folder_name(plan.predictor.path) if plan.footprints in TRAINED else None,
         "gamma": selection and selection.gamma,
         "epsilon": selection.epsilon if plan.needs_footprints else None,
         "tree": {"steps": plan.drafter.steps, "topk": plan.drafter.topk} if speculative else None,

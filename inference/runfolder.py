@@ -9,7 +9,7 @@ from ecospec.configs.errors import InputError
 from ecospec.configs.files import provenance, read_json, replace_folder, write_json
 from ecospec.data.prompts import Prompt, read_prompts
 from ecospec.data.traces import read_traces
-from ecospec.inference.assemble import MethodPlan, plan_methods
+from ecospec.inference.assemble import COUNTED, TRAINED, MethodPlan, plan_methods
 from ecospec.inference.config import DecodeConfig
 from ecospec.inference.evaluate import Outcome, evaluate
 from ecospec.inference.preflight import preflight
@@ -48,31 +48,36 @@ def prompts_in_context(config: DecodeConfig) -> list[Prompt]:
 
 
 class _Shown:
-    """What the run folder says beside the measurements: overlaps of the predictors, and which data sets were seen."""
+    """What the run folder says beside the measurements: overlaps of the predictors, and which data sets were seen.
+
+    `metrics`: those of each trained model, by (footprints, name of its folder).
+    """
 
     def __init__(self, config: DecodeConfig, plans: list[MethodPlan]) -> None:
-        with_predictor = [p for p in plans if p.needs_footprints and p.selection.footprints == "predictor"]
-        folders = {part_folder(p.predictor.path, "predictor") for p in with_predictor}
-        paths = {plan.predictor.path for plan in with_predictor}
-        self.metrics = {folder_name(p): read_json(part_folder(p, "predictor") / "metrics.json") for p in sorted(paths)}
-        if len(self.metrics) < len(folders):
+        trained = sorted((p for p in plans if p.footprints in TRAINED), key=lambda plan: plan.predictor.path or "")
+        folders = {plan.trained_folder for plan in trained}
+        named = {(plan.footprints, folder_name(plan.predictor.path)): plan.trained_folder for plan in trained}
+        if len(named) < len(folders):
             raise InputError(f"--predictor.path: the folders {sorted(map(str, folders))} need different names")
+        self.metrics = {key: read_json(folder / "metrics.json") for key, folder in named.items()}
         folders |= {part_folder(p.drafter.path, "drafter") for p in plans if _has_head(p)}
         self.seen = {name for folder in folders for name in _trained_on(folder)}
-        if any(p.needs_footprints and p.selection.footprints != "predictor" for p in plans) and config.traces:
+        if any(plan.footprints in COUNTED for plan in plans) and config.traces:
             self.seen |= {source["dataset"] for source in read_traces(config.traces).manifest["prompts"]}
 
     @property
     def ladder(self) -> dict[str, dict]:
-        """Held-out overlap of every predictor used, and of the simple ones on the first predictor's traces."""
-        simple = next((numbers["ladder"] for numbers in self.metrics.values()), {})
-        several = len(self.metrics) > 1
-        named = {f"predictor ({name})" if several else "predictor": value for name, value in self.metrics.items()}
-        return {name: {"overlap": numbers["overlap"]} for name, numbers in (simple | named).items()}
+        """Held-out overlap of every trained model used, and of the simple ones on the first one's traces."""
+        ladder = dict(next((numbers["ladder"] for numbers in self.metrics.values() if "ladder" in numbers), {}))
+        kinds = [source for source, _ in self.metrics]
+        for (source, name), numbers in self.metrics.items():
+            ladder[source if kinds.count(source) == 1 else f"{source} ({name})"] = numbers
+        return {name: {"overlap": numbers["overlap"]} for name, numbers in ladder.items()}
 
     def with_overlap(self, run: dict) -> dict:
-        """`run` with its predictor's held-out overlap; null for tables, which were counted from other traces."""
-        return run | {"overlap": self.metrics[run["predictor"]]["overlap"] if run["predictor"] else None}
+        """`run` with its model's held-out overlap; null for tables, which were counted from other traces."""
+        key = (run["footprints"], run["predictor"])
+        return run | {"overlap": self.metrics[key]["overlap"] if run["predictor"] else None}
 
 
 def _has_head(plan: MethodPlan) -> bool:

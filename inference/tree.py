@@ -1,7 +1,7 @@
 """Draft trees: candidate continuations of the last emitted token, as small flat tensors.
 
 Letters: N nodes, the root (node 0: the last emitted token, not yet in the target's cache) included; B texts; M nodes of
-one level. `...` stands for any leading dimensions. Knows nothing about models.
+one level; H hidden width of a draft head. `...` stands for any leading dimensions. Knows nothing about models.
 """
 
 from dataclasses import dataclass
@@ -40,6 +40,7 @@ class DraftTrees:
     """The trees of B texts, padded to one width with copies of their roots that `real_BN` leaves out.
 
     A copy of the root is computed like the root, so padding makes no expert active that the root does not.
+    `hidden_BNH`: what the draft head is fed beside each node's token, where the drafter was asked for it.
     """
 
     tokens_BN: Tensor
@@ -48,6 +49,7 @@ class DraftTrees:
     depth_BN: Tensor
     real_BN: Tensor
     depth_limit: int  # no node is deeper
+    hidden_BNH: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.tokens_BN)

@@ -8,7 +8,7 @@ Letters: N tree nodes (root first), M = N - 1 drafts, L MoE layers, E experts, K
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -23,6 +23,9 @@ from ecospec.tracing.layout import decode_experts, encode_experts, id_dtype
 
 SCHEMA_VERSION = 1
 METADATA_KEY = b"ecospec.trees"
+SECONDS_KEY = b"ecospec.seconds"
+TARGET = "target"  # in `seconds`: a pass of the target over the root alone
+PREDICTED = {"predictor": "experts_pred", "linear": "experts_linear", "draft_mlp": "experts_draft_mlp"}
 ROWS_TOGETHER = 256  # of a row group
 DRAFTS = pa.schema(
     [
@@ -42,16 +45,18 @@ COLUMNS = pa.schema(
         ("root", pa.int32()),
         *DRAFTS,
         ("experts_true", pa.binary()),
-        ("experts_pred", pa.binary()),
+        *((column, pa.binary()) for column in PREDICTED.values()),
     ]
 )
+LATER = ("experts_linear", "experts_draft_mlp")  # older files lack them
 
 
 @dataclass(frozen=True)
 class Identity:
     """What holds for a whole tree file. `datasets`: each recorded prompt's data set, by prompt id.
 
-    A prompt whose text ended with its first token has no rows, yet stands in `datasets`.
+    `predictor` is the folder of the predictor, `rungs` those of the other recorded sources, by name. A prompt whose
+    text ended with its first token has no rows, yet stands in `datasets`.
     """
 
     target: str
@@ -66,6 +71,7 @@ class Identity:
     steps: int
     topk: int
     datasets: dict[str, str] = field(default_factory=dict)
+    rungs: dict[str, str] = field(default_factory=dict)
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -83,7 +89,7 @@ class Position:
 
     `prob_M` float32: draft probability given the parent; `rank_M`: place among siblings, from 0; `accepted_M`: the
     target's own text goes on with the draft's whole path; `target_prob_M`: the target's probability of the draft given
-    its parent. `experts_pred_NLK` is None where nothing predicted.
+    its parent. What the sources of `PREDICTED` said is None where they were not asked.
     """
 
     prompt_id: str
@@ -97,7 +103,15 @@ class Position:
     accepted_M: np.ndarray
     target_prob_M: np.ndarray
     experts_true_NLK: np.ndarray
-    experts_pred_NLK: np.ndarray | None
+    experts_pred_NLK: np.ndarray | None = None
+    experts_linear_NLK: np.ndarray | None = None
+    experts_draft_mlp_NLK: np.ndarray | None = None
+
+    @property
+    def predicted(self) -> dict[str, np.ndarray]:
+        """Expert ids [N, L, K] by source."""
+        found = {source: getattr(self, f"{column}_NLK") for source, column in PREDICTED.items()}
+        return {source: ids_NLK for source, ids_NLK in found.items() if ids_NLK is not None}
 
     @property
     def width(self) -> int:
@@ -109,11 +123,14 @@ class Position:
 class TreeSet:
     """A tree file's identity and its positions, in order; `spans`: of each prompt the numbers of its positions.
 
+    `seconds`: medians a position of the sources that were timed, and of `TARGET`.
+
     Raises DamageError when a prompt is unknown or has a gap.
     """
 
     identity: Identity
     positions: list[Position]
+    seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.spans, start = dict.fromkeys(self.identity.datasets, range(0)), 0
@@ -125,8 +142,10 @@ class TreeSet:
             start += len(places)
 
 
-def write_trees(path: Path, identity: Identity, positions: Iterable[Position]) -> int:
-    """Write all positions, as they come, then show the file; returns their number.
+def write_trees(
+    path: Path, identity: Identity, positions: Iterable[Position], seconds: Callable[[], dict[str, float]] = dict
+) -> int:
+    """Write all positions, as they come, then `seconds()`, and show the file; returns the number of positions.
 
     Raises DamageError for expert ids out of range.
     """
@@ -140,6 +159,7 @@ def write_trees(path: Path, identity: Identity, positions: Iterable[Position]) -
             while batch := list(itertools.islice(rows, ROWS_TOGETHER)):
                 writer.write_batch(pa.RecordBatch.from_pylist(batch, schema))
                 written += len(batch)
+            writer.add_key_value_metadata({SECONDS_KEY: json.dumps(seconds())})
 
     replace_file(path, write)
     return written
@@ -155,8 +175,10 @@ def read_trees(path: Path) -> TreeSet:
         raise InputError(f"--trees {path}: is no Parquet file ({error})") from None
     with file, _reading(path):
         identity = _read_identity(path, file.schema_arrow)
-        batches = file.iter_batches(ROWS_TOGETHER, columns=COLUMNS.names)
-        return TreeSet(identity, [row for batch in batches for row in _positions(batch, identity)])
+        columns = [name for name in COLUMNS.names if name in file.schema_arrow.names]
+        batches = file.iter_batches(ROWS_TOGETHER, columns=columns)
+        positions = [row for batch in batches for row in _positions(batch, identity)]
+        return TreeSet(identity, positions, json.loads(file.metadata.metadata.get(SECONDS_KEY, "{}")))
 
 
 @contextmanager
@@ -172,40 +194,43 @@ def _reading(path: Path) -> Iterator[None]:
 
 def _read_identity(path: Path, schema: pa.Schema) -> Identity:
     text = (schema.metadata or {}).get(METADATA_KEY)
-    wrong = [column.name for column in COLUMNS if column not in list(schema)]
+    absent = set(LATER) - set(schema.names)
+    wrong = [column.name for column in COLUMNS if column.name not in absent and column not in list(schema)]
     if text is None or wrong:
         raise InputError(f"--trees {path}: is no tree file; ecospec-decode record writes them")
-    known = json.loads(text)
+    known = {"rungs": {}} | json.loads(text)  # older files lack them
     if known.get("schema") != SCHEMA_VERSION:
         raise InputError(f"--trees {path}: has tree schema {known.get('schema')}, this version reads {SCHEMA_VERSION}")
     return Identity(**{part.name: known[part.name] for part in fields(Identity)})
 
 
 def _to_row(position: Position, num_experts: int) -> dict:
-    pred_NLK = position.experts_pred_NLK
+    encoded = {
+        PREDICTED[source]: encode_experts(ids_NLK, num_experts) for source, ids_NLK in position.predicted.items()
+    }
     return {
         "prompt_id": position.prompt_id,
         "position": position.position,
         "root": position.root,
         **{name: getattr(position, f"{name}_M") for name in DRAFTS.names},
         "experts_true": encode_experts(position.experts_true_NLK, num_experts),
-        "experts_pred": None if pred_NLK is None else encode_experts(pred_NLK, num_experts),
+        **encoded,
     }
 
 
 def _positions(batch: pa.RecordBatch, identity: Identity) -> Iterator[Position]:
     lists = {name: _split(batch.column(name)) for name in DRAFTS.names}
-    heads = batch.select(["prompt_id", "position", "root", "experts_true", "experts_pred"]).to_pylist()
+    experts = [name for name in batch.schema.names if name.startswith("experts_")]
+    heads = batch.select(["prompt_id", "position", "root", *experts]).to_pylist()
     shape = (identity.num_layers, identity.top_k, identity.num_experts)
     for number, head in enumerate(heads):
         drafts = {f"{name}_M": values[number] for name, values in lists.items()}
-        true_NLK = decode_experts(head.pop("experts_true"), *shape)
-        pred = head.pop("experts_pred")
-        pred_NLK = None if pred is None else decode_experts(pred, *shape)
-        lengths = {len(values) + 1 for values in drafts.values()} | {len(true_NLK)}
-        if len(lengths | ({len(pred_NLK)} if pred_NLK is not None else set())) > 1:
+        found = {f"{name}_NLK": head.pop(name) for name in experts}
+        ids = {name: decode_experts(data, *shape) for name, data in found.items() if data is not None}
+        lengths = {len(values) + 1 for values in drafts.values()} | {len(ids_NLK) for ids_NLK in ids.values()}
+        if len(lengths) > 1:
             raise DamageError(f"prompt {head['prompt_id']}, position {head['position']}: lists of unequal length")
-        yield Position(**head, **drafts, experts_true_NLK=true_NLK, experts_pred_NLK=pred_NLK)
+        yield Position(**head, **drafts, **ids)
 
 
 def _split(column: pa.ListArray) -> list[np.ndarray]:

@@ -19,14 +19,25 @@ KINDS: dict[str, type[RoutingModel]] = {
 }
 
 
-def predictor_values(folder: Path) -> tuple[str, dict]:
-    """The kind of a predictor folder and its `config.json`. Raises InputError for anything else's."""
+def kind_of(folder: Path) -> str:
+    """Which of `KINDS` a folder holds. Raises InputError for anything else."""
     values = read_json(folder / "config.json")
     model_type = values.get("model_type") if isinstance(values, dict) else None
     for kind, model_class in KINDS.items():
         if model_class.config_class.model_type == model_type:
-            return kind, values
+            return kind
     raise InputError(f"{folder}: is no expert predictor; give the folder that ecospec-train predictor wrote")
+
+
+def predictor_values(folder: Path, kind: str) -> dict:
+    """The `config.json` of a predictor folder. Raises InputError when it holds another kind."""
+    found = kind_of(folder)
+    if found != kind:
+        raise InputError(
+            f"--predictor.path {folder}: holds a {found} where footprints {kind} need a {kind}; give a folder of that "
+            f"kind, or --footprints {found}"
+        )
+    return read_json(folder / "config.json")
 
 
 def load_predictor(folder: Path) -> RoutingModel:
@@ -34,7 +45,7 @@ def load_predictor(folder: Path) -> RoutingModel:
 
     Raises InputError when the folder holds something else, or weights that are unreadable or not its configuration's.
     """
-    kind, _ = predictor_values(folder)
+    kind = kind_of(folder)
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # the report on the keys becomes one error below
     try:

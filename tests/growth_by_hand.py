@@ -46,6 +46,14 @@ def children_of(head: DraftHead, ids_T: Tensor, features_nF: Tensor | None, node
 
 
 @torch.no_grad()
+def hidden_by_hand(head: DraftHead, ids_T: Tensor, features_nF: Tensor, path: tuple[int, ...]) -> Tensor:
+    """[H]: what the head is fed at the node that `path` leads to: the target's features, or its parent's output."""
+    if not path:
+        return head.enter(features_nF[None])[0, -1]
+    return head.feedback(output_after(head, ids_T, features_nF, path[:-1]))[0, 0]
+
+
+@torch.no_grad()
 def tree_by_hand(head: DraftHead, ids_T: Tensor, features_nF: Tensor | None, steps: int, topk: int) -> list[Node]:
     """All nodes, root first: each level has the children of the `topk` most probable nodes of the level above."""
     nodes = [Node(int(ids_T[-1]), -1, 1.0, 0, ())]

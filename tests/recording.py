@@ -1,15 +1,17 @@
 """A tiny target whose drafter and footprints are pure functions of the text: recorded and live, they are the same.
 
-Letters: L MoE layers, E experts, K experts per token.
+Letters: L MoE layers, E experts, K experts per token, H width of the drafts' hidden input.
 """
 
 import hashlib
+from dataclasses import replace
 from functools import cache
 
 import torch
 
 from ecospec.inference.decoder import Method
-from ecospec.inference.footprints import as_footprints
+from ecospec.inference.drafters.base import EachRow
+from ecospec.inference.footprints import DraftMLPFootprints, LastStepFootprints, LinearFootprints, as_footprints
 from ecospec.inference.generation import generate_with
 from ecospec.inference.record import TreeRecorder
 from ecospec.inference.replay import Combination
@@ -17,10 +19,10 @@ from ecospec.inference.statistics import Run
 from ecospec.inference.tree import root_only, tree_from_levels
 from ecospec.inference.treefile import Identity, TreeSet
 from ecospec.tracing.recorder import RoutingRecorder
-from tests.stand_ins import GREEDY, SAMPLED
+from tests.stand_ins import GREEDY, SAMPLED, DraftMLPStandIn, LinearStandIn
 from tests.tiny import VOCABULARY, tiny_model
 
-E, K, L = 8, 2, 3
+E, K, L, H = 8, 2, 3, 6
 DEPTH, WIDTH = 3, 7  # of the drafter's trees
 NEW_TOKENS, END_PLACE = 28, 15  # where a text is to end by an end token, counted from its prompt
 PROMPTS = {"maths/0": 4, "maths/1": 6, "code/0": 9}  # lengths
@@ -61,6 +63,18 @@ class Shrinking(HashedOracle):
         return tree if len(ids_T) % 3 else root_only(ids_T[-1])
 
 
+class WithHidden(EachRow):
+    """Gives each node a hidden input that depends on its token and its text's length."""
+
+    def give_hidden(self) -> None:
+        """It always does."""
+
+    def draft(self, texts, features):
+        trees = super().draft(texts, features)
+        seed_BN = trees.tokens_BN + torch.tensor([[len(ids_T)] for ids_T in texts])
+        return replace(trees, hidden_BNH=torch.sin(seed_BN[..., None] * torch.arange(1.0, H + 1)))
+
+
 class HashedFootprints:
     """Two different experts a layer, from the token's id alone."""
 
@@ -68,9 +82,17 @@ class HashedFootprints:
 
     def keep_rows(self, rows) -> None: ...
 
-    def footprints(self, texts, trees):
+    def footprints(self, texts, trees, routed):
         first = trees.tokens_BN[..., None] + torch.arange(L)
         return as_footprints(torch.stack([first, first + 1 + trees.tokens_BN[..., None] // E % 7], -1) % E, E)
+
+
+SOURCES = {
+    "predictor": HashedFootprints,
+    "linear": lambda: LinearFootprints(LinearStandIn((L, E, K))),
+    "draft_mlp": lambda: DraftMLPFootprints(DraftMLPStandIn((L, E, K), H)),
+    "last_step": lambda: LastStepFootprints(E),
+}
 
 
 @cache
@@ -109,7 +131,8 @@ class Session:
             return generate_with(self.model, Method(), ids_of(prompt_id), **parts, **longer)[0][0].tolist()
 
     def live(self, prompt_id: str, one: Combination) -> Run:
-        method = Method(self.drafter(self.truth[prompt_id]), one.policy, one.gamma, footprints=HashedFootprints())
+        source = SOURCES[one.footprints]() if one.footprints else None
+        method = Method(WithHidden(self.drafter(self.truth[prompt_id])), one.policy, one.gamma, footprints=source)
         with RoutingRecorder(self.model) as recorder:
             parts = {"recorder": recorder, "generators": [draws(prompt_id)], "eos_token_id": self.eos[prompt_id]}
             return generate_with(self.model, method, ids_of(prompt_id), **parts, **self.options)[1]
@@ -118,11 +141,13 @@ class Session:
         positions, datasets = [], {name: name.split("/")[0] for name in PROMPTS}
         for prompt_id, truth in self.truth.items():
             with RoutingRecorder(self.model) as recorder:
-                trees = TreeRecorder(self.model, recorder, self.drafter(truth), DEPTH, HashedFootprints())
+                sources = {name: make() for name, make in SOURCES.items()}
+                trees = TreeRecorder(self.model, recorder, WithHidden(self.drafter(truth)), DEPTH, sources)
                 parts = {"generator": draws(prompt_id), "eos_token_id": self.eos[prompt_id]}
                 positions += trees.record(prompt_id, ids_of(prompt_id), **parts, **self.options)
-        identity = Identity("tiny", "0" * 64, "hashed", "hashed", self.temperature, 0, L, E, K, DEPTH, 2, datasets)
-        return TreeSet(identity, positions)
+        folders = {"linear": "hashed/linear", "draft_mlp": "hashed/mlp"}
+        parts = ("hashed", "hashed", self.temperature, 0, L, E, K, DEPTH, 2, datasets, folders)
+        return TreeSet(Identity("tiny", "0" * 64, *parts), positions, trees.seconds())
 
 
 @cache

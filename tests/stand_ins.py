@@ -1,6 +1,12 @@
-"""Drafters and footprint sources of a few lines and a random predictor, for tests of the decoding loop."""
+"""Drafters and footprint sources of a few lines and random models behind them, for tests of the decoding loop.
+
+Letters: L MoE layers, E experts, K experts per token, H hidden width of a draft head.
+"""
+
+from types import SimpleNamespace
 
 import torch
+from torch import nn
 from transformers import Qwen3Config
 
 from ecospec.inference.footprints import as_footprints
@@ -58,7 +64,7 @@ class HashedFootprints:
 
     def keep_rows(self, rows) -> None: ...
 
-    def footprints(self, texts, trees):
+    def footprints(self, texts, trees, routed):
         first = torch.stack([trees.tokens_BN % 8, (trees.tokens_BN // 8 + 1) % 8], dim=-1)
         return as_footprints(first[..., None, :].expand(-1, -1, 3, -1).contiguous(), 8)
 
@@ -82,3 +88,38 @@ def tiny_predictor(embedding, seed=0):
         if parameter.dim() > 1:
             parameter.normal_(0, 0.4)
     return predictor.attach_embedding(embedding)
+
+
+class LinearStandIn(nn.Module):
+    """A random table with the interface of a trained probe: logits from the token alone."""
+
+    def __init__(self, shape=(3, 8, 2), seed=0):
+        super().__init__()
+        L, E, K = shape
+        self.config = SimpleNamespace(num_layers=L, num_experts=E, num_experts_per_tok=K)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.table = self.random(VOCABULARY)
+
+    def random(self, rows):
+        config = self.config
+        return torch.randn(rows, config.num_layers, config.num_experts, generator=self.generator)
+
+    def attach_embedding(self, embedding):
+        """Nothing to attach to."""
+
+    def forward(self, input_ids):
+        return self.table[input_ids]
+
+
+class DraftMLPStandIn(LinearStandIn):
+    """The same plus a random map of the draft head's hidden input."""
+
+    def __init__(self, shape=(3, 8, 2), hidden_size=32, seed=0):
+        super().__init__(shape, seed)
+        self.map = self.random(hidden_size)
+
+    def require_head(self, head):
+        """Any head will do."""
+
+    def forward(self, input_ids, hidden_BNH):
+        return self.table[input_ids] + torch.einsum("bnh,hle->bnle", hidden_BNH, self.map)

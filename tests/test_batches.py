@@ -2,19 +2,31 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig
 
+from ecospec.configs.errors import InputError
 from ecospec.inference import Method, generate, picking
 from ecospec.inference.drafters.eagle3 import Eagle3Head
 from ecospec.inference.drafters.growth import TreeDrafter
 from ecospec.inference.evaluate import left_padded
+from ecospec.inference.footprints import DraftMLPFootprints, LastStepFootprints, LinearFootprints, TableFootprints
 from ecospec.inference.generation import CustomGenerate
 from ecospec.inference.selection import choose
 from ecospec.inference.tree import DraftTree, tree_from_levels
-from tests.stand_ins import GREEDY, SAMPLED, EmptyDrafter, HashedFootprints, tiny_predictor
-from tests.tiny import VOCABULARY, tiny_model
+from ecospec.predictor.simple import FrequencyPredictor
+from tests.stand_ins import (
+    GREEDY,
+    SAMPLED,
+    DraftMLPStandIn,
+    EmptyDrafter,
+    HashedFootprints,
+    LinearStandIn,
+    tiny_predictor,
+)
+from tests.tiny import VOCABULARY, brute_force_experts, tiny_model
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3")  # gpt_oss here has a sliding window of 8
 LENGTHS = (3, 40, 2, 17, 9, 8, 25, 5)
@@ -141,6 +153,69 @@ def test_neural_drafters_and_predictors_keep_the_texts_of_a_batch_apart(family, 
     for joint in (False, True):
         drafter, predictor = TreeDrafter(eagle_head(model), 3, 2), tiny_predictor(model.get_input_embeddings())
         assert together(model, texts, drafter, joint, predictor=predictor, **options) == padded(answers)
+
+
+class Watched(LastStepFootprints):
+    """Notes what it is told; its own footprints must be the experts of the last token told of."""
+
+    def reset(self, rows):
+        self.alive, self.told = list(range(rows)), [[] for _ in range(rows)]
+
+    def keep_rows(self, rows):
+        self.alive = [self.alive[row] for row in rows]
+
+    def footprints(self, texts, trees, routed):
+        found = super().footprints(texts, trees, routed)
+        for place, number in enumerate(self.alive):
+            self.told[number].append(routed[place].sort(-1).values)
+            assert len(torch.cat(self.told[number])) == len(texts[place]) - 1, "all tokens before the root, once each"
+            last_NLK = found[place].nonzero()[:, -1].view(*found.shape[1:3], -1)
+            assert (last_NLK == self.told[number][-1][-1]).all()
+        return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_source_is_told_the_true_experts_of_every_token_before_the_root(family, options):
+    model, texts = tiny_model(family, 4), texts_of(3, 4)
+    stops = [alone(model, ids_T, 100 + row, eos_token_id=None, **options) for row, ids_T in enumerate(texts)]
+    options = {**options, "eos_token_id": [stops[0][7], stops[1][11]]}
+    answers = [alone(model, ids_T, 100 + row, **options) for row, ids_T in enumerate(texts)]
+    assert len({len(answer) for answer in answers}) > 1
+    source = Watched(8)
+    drafter = HashedDrafter(followers(texts, stops))
+    assert together(model, texts, drafter, predictor=source, **options) == padded(answers)
+    assert max(len(told) for told in source.told) > 3, "over several steps"
+    for ids_T, answer, told in zip(texts, answers, source.told, strict=True):
+        told_TLK = torch.cat(told)
+        assert torch.equal(told_TLK, brute_force_experts(model, ids_T.tolist() + answer)[: len(told_TLK)])
+
+
+SOURCES = {
+    "last_step": lambda: LastStepFootprints(8),
+    "frequency": lambda: TableFootprints(FrequencyPredictor(np.tile(np.arange(1, 9) / 36, (3, 1)), 2), 8),
+    "linear": lambda: LinearFootprints(LinearStandIn()),
+    "draft_mlp": lambda: DraftMLPFootprints(DraftMLPStandIn()),
+}
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_the_texts_of_a_batch_are_plain_decodings_with_every_footprint_source(options):
+    model, texts = tiny_model("qwen3_moe", 5), texts_of(3, 5)
+    ends = [
+        alone(model, ids_T, 100 + row, eos_token_id=None, **options)[4 + 5 * row] for row, ids_T in enumerate(texts)
+    ]
+    options = {**options, "eos_token_id": ends}
+    answers = [alone(model, ids_T, 100 + row, **options) for row, ids_T in enumerate(texts)]
+    assert len({len(answer) for answer in answers}) > 1
+    drafter = TreeDrafter(eagle_head(model), 3, 2)
+    for source, joint in [*((source, False) for source in SOURCES), ("draft_mlp", True)]:
+        assert together(model, texts, drafter, joint, predictor=SOURCES[source](), **options) == padded(answers), source
+
+
+def test_hidden_input_that_a_drafter_lacks_is_refused_before_decoding():
+    with pytest.raises(InputError, match="draft with eagle3 or mtp"):
+        Method(EmptyDrafter(), "marginal", footprints=SOURCES["draft_mlp"]())
 
 
 @pytest.mark.parametrize("joint", [False, True])

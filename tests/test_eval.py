@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from ecospec.configs.errors import InputError
 from ecospec.configs.schema import TargetConfig
-from ecospec.inference import EcoSpecDecoder, runfolder
+from ecospec.inference import EcoSpecDecoder, assemble, runfolder
 from ecospec.inference.cli import main
 from ecospec.inference.drafters.eagle3 import Eagle3Head
 from ecospec.inference.evaluate import sample_seed
@@ -21,6 +22,7 @@ from ecospec.predictor.embedding import load_embedding
 from ecospec.predictor.fit import build_predictor
 from ecospec.tracing.cli import main as trace
 from ecospec.tracing.target import config_hash, load_target, load_target_config, shape_of
+from tests.stand_ins import DraftMLPStandIn, LinearStandIn
 from tests.tiny import VOCABULARY, tiny_target_folder
 
 PROMPTS = ["What is two and two?", "Name a colour.", "Say why."]
@@ -53,6 +55,36 @@ def save_predictor(folder, target):
     metrics = {"overlap": 0.5, "ladder": {"token": {"overlap": 0.4}}}
     (folder / "metrics.json").write_text(json.dumps(metrics))
     (folder / "provenance.json").write_text("{}")
+
+
+def save_rung(folder, lab, kind, **changes):
+    """What is read of a trained rung before it is loaded; it belongs to the lab's target."""
+    known = json.loads((lab.root / "predictor" / "config.json").read_text())
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(known | {"model_type": kind, "hidden_size": 32} | changes))
+    save_file({"weight": torch.zeros(3, 4)}, folder / "model.safetensors")
+    (folder / "metrics.json").write_text('{"overlap": 0.25}')
+    return folder
+
+
+@pytest.fixture
+def rungs(lab, tmp_path, monkeypatch):
+    """A method for every footprint source, as YAML; the trained rungs are random stand-ins."""
+    stand_ins, load = (
+        {"linear": LinearStandIn((6, 8, 2)), "draft_mlp": DraftMLPStandIn((6, 8, 2))},
+        assemble.load_trained,
+    )
+    monkeypatch.setattr(assemble, "load_trained", lambda source, folder: stand_ins.get(source) or load(source, folder))
+    folders = {
+        "predictor": lab.root / "predictor",
+        "linear": save_rung(tmp_path / "probe", lab, "ecospec_linear_predictor"),
+        "draft_mlp": save_rung(tmp_path / "mlp", lab, "ecospec_draft_mlp"),
+    }
+    rows = [
+        {"label": name, "selection": {"footprints": name}, "predictor": str(folders.get(name, "nowhere"))}
+        for name in (*folders, "last_step", "token", "frequency")
+    ]
+    return f"[{BASELINES}, {json.dumps(rows)[1:]}"
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +163,72 @@ def test_tables_from_traces_serve_as_footprints(lab, tmp_path):
     assert all(run["overlap"] is None for run in runs)  # the predictor's metrics say nothing of these tables
 
 
+def test_every_footprint_source_decodes_plain_decodings_text(lab, rungs, tmp_path, capsys):
+    command = options(lab, methods=rungs, traces=lab.root / "traces", temperature="1", output=tmp_path / "run")
+    assert main(["check", *command[:-2]]) == 0
+    assert f"{tmp_path / 'mlp'}, 0.00 M weights" in (out := capsys.readouterr().out)
+    assert "fed the drafter's hidden 32" in out
+    assert main(["eval", *command]) == 0
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    runs = {run["footprints"]: run for run in results["runs"][2:]}
+    assert list(runs) == ["predictor", "linear", "draft_mlp", "last_step", "token", "frequency"]
+    assert {run["lossless"] for run in runs.values()} == {"exact"}
+    assert [run["predictor"] for run in runs.values()] == ["predictor", "probe", "mlp", None, None, None]
+    assert [run["overlap"] for run in runs.values()] == [0.5, 0.25, 0.25, None, None, None]
+    assert {name: row["overlap"] for name, row in results["ladder"].items()} == {
+        "token": 0.4,
+        "predictor": 0.5,
+        "linear": 0.25,
+        "draft_mlp": 0.25,
+    }
+
+
+def test_several_sources_are_recorded_at_once_and_replayed_beside_oracle(lab, rungs, tmp_path, capsys):
+    command = options(
+        lab, methods=rungs, traces=lab.root / "traces", **{"max-new-tokens": 6}, output=tmp_path / "trees"
+    )
+    assert main(["record", *command]) == 0
+    schema = pq.read_schema(tmp_path / "trees" / "trees.parquet")
+    assert {"experts_true", "experts_pred", "experts_linear", "experts_draft_mlp"} <= set(schema.names)
+    command = ["--trees", str(tmp_path / "trees"), "--traces", str(lab.root / "traces")]
+    assert main(["replay", *command, "--output", str(tmp_path / "replayed")]) == 0
+    runs = json.loads((tmp_path / "replayed" / "replay.json").read_text())["runs"]
+    sources = {"oracle", "predictor", "linear", "draft_mlp", "last_step", "token", "frequency"}
+    assert {run["footprints"] for run in runs} == {None, *sources}
+    assert all((run["source_share"] is None) == (run["footprints"] == "oracle") for run in runs)
+    assert {run["predictor"] for run in runs if run["footprints"] == "linear"} == {str(tmp_path / "probe")}
+    header, _, *rows = capsys.readouterr().out.strip().split("\n")[-2 - len(runs) :]
+    assert "saving kept" in header
+    assert {row.count("|") for row in rows} == {header.count("|")}
+
+
+def test_what_one_tree_file_cannot_hold_is_refused(lab, tmp_path, capsys):
+    other = shutil.copytree(lab.root / "predictor", tmp_path / "other")
+    two = f'[{{"label": "a"}}, {{"label": "b", "predictor": "{other}"}}]'
+    one_line(capsys, main(["record", *options(lab, methods=two, output=tmp_path / "out")]), "one predictor", "other")
+    drafts = '[{"label": "a"}, {"label": "b", "drafter": {"steps": 2}}]'
+    one_line(capsys, main(["record", *options(lab, methods=drafts, output=tmp_path / "out")]), "one drafter")
+    one_line(capsys, main(["record", *options(lab, methods=f"[{BASELINES}]", output=tmp_path / "out")]), "methods")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"footprints": "linear"}, ["holds ecospec_draft_mlp", "need ecospec_linear_predictor"]),
+        ({"drafter.kind": "prompt_lookup"}, ["draft with eagle3 or mtp"]),
+        ({"hidden_size": 48}, ["reads 48 hidden values", "32"]),
+        ({"num_layers": 5}, ["5 MoE layers"]),
+        ({"target_config_sha256": "0"}, ["another target"]),
+    ],
+    ids=["another kind", "nothing to feed", "another head", "another shape", "another target"],
+)
+def test_a_draft_mlp_that_does_not_fit_is_refused_by_name(lab, tmp_path, capsys, changes, words):
+    own = {key: value for key, value in changes.items() if key in ("hidden_size", "num_layers", "target_config_sha256")}
+    values = {"footprints": "draft_mlp", "predictor": save_rung(tmp_path / "mlp", lab, "ecospec_draft_mlp", **own)}
+    rest = {key: value for key, value in changes.items() if key not in own}
+    one_line(capsys, main(["check", *options(lab, **values | rest)]), *words)
+
+
 def test_report_gathers_run_folders(lab, tmp_path):
     for name in ("a", "b"):
         assert main(["eval", *options(lab, methods=methods("confidence"), output=tmp_path / name)]) == 0
@@ -177,6 +275,16 @@ def test_the_python_decoder_returns_what_generate_returns(lab):
             decoder.generate(wrong, max_new_tokens=2)
 
 
+def test_the_python_decoder_takes_footprints_by_name(lab, rungs, tmp_path):
+    parts = {"drafter": str(lab.root / "head"), "predictor": str(tmp_path / "mlp"), "dtype": "float32"}
+    decoder = EcoSpecDecoder.from_pretrained(str(lab.target), footprints="draft_mlp", **parts)
+    ids = decoder.target.tokenizer(PROMPTS[0], return_tensors="pt").input_ids
+    expected = decoder.target.model.generate(ids, max_new_tokens=12, do_sample=False)
+    assert torch.equal(decoder.generate(ids, max_new_tokens=12, do_sample=False), expected)
+    with pytest.raises(InputError, match="oracle: is none of predictor, linear"):
+        EcoSpecDecoder.from_pretrained(str(lab.target), footprints="oracle", **parts)
+
+
 def test_seeds_differ_by_prompt_and_repeat():
     assert sample_seed(0, "a/0/0") == sample_seed(0, "a/0/0")
     assert len({sample_seed(seed, name) for seed in (0, 1) for name in ("a/0/0", "a/1/0")}) == 4
@@ -210,7 +318,7 @@ def broken(lab, tmp_path, case):
         save_head(tmp_path / "head", vocab_size=300)
         return {"drafter": tmp_path / "head"}, ["300", "264"]
     if case == "a drafter for a predictor":
-        return {"predictor": lab.root / "head"}, ["no expert predictor"]
+        return {"predictor": lab.root / "head"}, ["holds llama", "need ecospec_expert_predictor"]
     if case == "a broken head":
         folder = shutil.copytree(lab.root / "head", tmp_path / "head")
         (folder / "model.safetensors").write_bytes(b"nothing")
@@ -368,7 +476,7 @@ def test_recorded_trees_are_replayed_without_the_target(lab, tmp_path, capsys):
     assert main(["replay", "--trees", str(tmp_path / "trees"), "--output", str(tmp_path / "replayed")]) == 0
     runs = json.loads((tmp_path / "replayed" / "replay.json").read_text())["runs"]
     assert {run["selection"] for run in runs} == {"confidence", "marginal", "global"}
-    assert {run["footprints"] for run in runs} == {None, "oracle", "predictor"}
+    assert {run["footprints"] for run in runs} == {None, "oracle", "predictor", "last_step"}
     assert "| 4 | marginal/predictor |" in capsys.readouterr().out
     assert main(["replay", "--output", str(tmp_path / "other")]) == 2
     assert "--trees: not given" in capsys.readouterr().err

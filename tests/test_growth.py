@@ -6,6 +6,8 @@ A wrong cache leaves decoded texts right and lets drafts be refused, so only suc
 import pytest
 import torch
 
+from ecospec.configs.errors import InputError
+from ecospec.inference.drafters.base import EachRow
 from ecospec.inference.drafters.growth import TreeDrafter
 from ecospec.inference.drafters.language_model import LanguageModelHead
 from ecospec.inference.drafters.mtp import load_mtp_head
@@ -14,9 +16,9 @@ from ecospec.inference.selection import POLICIES, choose, draw_noise
 from ecospec.inference.tree import stack, tree_from_levels
 from tests import eagle3_heads as heads
 from tests.eagle3_reference import loaded
-from tests.growth_by_hand import tree_by_hand
+from tests.growth_by_hand import hidden_by_hand, tree_by_hand
 from tests.mtp_reference import YARN, random_layer, write_checkpoint
-from tests.stand_ins import tiny_predictor
+from tests.stand_ins import EmptyDrafter, tiny_predictor
 from tests.tiny import VOCABULARY, tiny_model
 
 EAGLE = {
@@ -106,6 +108,36 @@ def test_trees_of_many_rounds_are_those_of_reading_everything_afresh(kind, seed,
     texts = Texts((4,), vocabulary, texts.width, seed + 1)
     trees = drafter.draft(texts.ids, texts.features if head.feature_layers else None)
     assert_same_trees(trees, head, texts, steps, topk)
+
+
+@pytest.mark.parametrize("kind", [*EAGLE, "mtp"])
+@pytest.mark.parametrize(("seed", "steps", "topk"), [(0, 3, 2), (1, 1, 3)])
+def test_hidden_input_of_roots_and_leaves_is_that_of_reading_everything_afresh(kind, seed, steps, topk, tmp_path):
+    head, vocabulary, hidden = HEADS[kind](kind, seed, tmp_path)
+    drafter = TreeDrafter(head, steps, topk)
+    texts = Texts((2, 9, 5), vocabulary, hidden * len(head.feature_layers), seed)
+    assert TreeDrafter(head, steps, topk).draft(texts.ids[:1], texts.features[:1]).hidden_BNH is None, "not asked for"
+    drafter.give_hidden()
+    drafter.reset(3)
+    new = texts.features
+    for ending in (None, [2, 0], None):
+        trees = drafter.draft(texts.ids, new)
+        assert trees.hidden_BNH.shape[:2] == trees.tokens_BN.shape
+        for row, given in enumerate(zip(texts.ids, texts.features, strict=True)):
+            for node, hidden_H in enumerate(trees.hidden_BNH[row]):
+                expected_H = hidden_by_hand(head, *given, tuple(path_to(trees.row(row), node)))
+                torch.testing.assert_close(hidden_H, expected_H, rtol=1e-3, atol=1e-4)
+        if ending is not None:
+            drafter.keep_rows(ending)
+            texts.keep(ending)
+        new = texts.grow()
+
+
+def test_drafters_that_are_fed_nothing_have_no_hidden_input_to_give():
+    head = LanguageModelHead(tiny_model("qwen3_moe").requires_grad_(False), VOCABULARY)
+    for drafter in (TreeDrafter(head), EachRow(EmptyDrafter())):
+        with pytest.raises(InputError, match="draft_mlp"):
+            drafter.give_hidden()
 
 
 @pytest.mark.parametrize("kind", ["safeailab", "eagle31", "mtp"])

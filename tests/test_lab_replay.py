@@ -17,15 +17,20 @@ COMBINATIONS = [
     Combination(policy, gamma, None if policy == "confidence" else "predictor")
     for policy in ("confidence", "marginal", "global")
     for gamma in (2, 4, 6)
-]
+] + [Combination("marginal", 4, "last_step")]
 
 
 def label(one: Combination) -> str:
-    return f"{one.policy} {one.gamma}"
+    return f"{one.policy} {one.gamma} {one.footprints}"
+
+
+def selection(one: Combination) -> dict:
+    known = {"policy": one.policy, "gamma": one.gamma}
+    return known | ({"footprints": one.footprints} if one.footprints else {})
 
 
 def settings(temperature: float) -> DecodeConfig:
-    methods = [MethodConfig(label(one), selection={"policy": one.policy, "gamma": one.gamma}) for one in COMBINATIONS]
+    methods = [MethodConfig(label(one), selection=selection(one)) for one in COMBINATIONS]
     return DecodeConfig(
         target=TargetConfig(name="lab", dtype="float32"),
         **PROMPTS,

@@ -1,5 +1,6 @@
 """What is recorded at each position of a text is the target's own, and the tree file keeps it."""
 
+import json
 from dataclasses import fields, replace
 
 import numpy as np
@@ -21,6 +22,7 @@ from tests.recording import (
     DEPTH,
     NEW_TOKENS,
     PROMPTS,
+    SOURCES,
     HashedOracle,
     Shrinking,
     draws,
@@ -31,6 +33,7 @@ from tests.recording import (
 )
 from tests.tiny import brute_force_experts
 
+PREDICTIONS = ("experts_pred_NLK", "experts_linear_NLK", "experts_draft_mlp_NLK")
 OPTIONS = pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 
 
@@ -114,9 +117,9 @@ def test_target_probabilities_and_experts_are_those_of_a_pass_over_the_path(samp
 @pytest.mark.parametrize("drafter", [HashedOracle, Shrinking])
 def test_the_tree_file_round_trips(tmp_path, drafter):
     trees = recorded(True, True, "qwen3_moe", drafter)
-    write_trees(tmp_path / "trees.parquet", trees.identity, trees.positions)
+    write_trees(tmp_path / "trees.parquet", trees.identity, trees.positions, lambda: trees.seconds)
     again = read_trees(tmp_path / "trees.parquet")
-    assert again.identity == trees.identity
+    assert (again.identity, again.seconds) == (trees.identity, trees.seconds)
     assert again.spans == trees.spans
     for before, after in zip(trees.positions, again.positions, strict=True):
         for part in fields(Position):
@@ -128,14 +131,37 @@ def test_the_tree_file_round_trips(tmp_path, drafter):
 
 def test_trees_without_a_predictor_replay_all_but_its_footprints(tmp_path):
     trees = recorded(False, False)
-    bare = [replace(position, experts_pred_NLK=None) for position in trees.positions]
+    bare = [replace(position, **dict.fromkeys(PREDICTIONS)) for position in trees.positions]
     write_trees(tmp_path / "trees.parquet", replace(trees.identity, predictor=None), bare)
     engine = Replay(read_trees(tmp_path / "trees.parquet"))
     assert engine.steps(Combination("marginal", 3, "oracle"))
-    with pytest.raises(InputError, match="recorded without a predictor"):
+    with pytest.raises(InputError, match="recorded without it"):
         engine.steps(Combination("marginal", 3, "predictor"))
     with pytest.raises(InputError, match="no such table"):
         engine.steps(Combination("marginal", 3, "token"))
+
+
+def test_a_file_from_before_there_were_several_sources_is_read(tmp_path):
+    trees, path = recorded(True, True), tmp_path / "trees.parquet"
+    write_trees(path, trees.identity, trees.positions)
+    table = pq.read_table(path).drop_columns(["experts_linear", "experts_draft_mlp"])
+    known = json.loads(table.schema.metadata[b"ecospec.trees"])
+    del known["rungs"]
+    pq.write_table(table.replace_schema_metadata({"ecospec.trees": json.dumps(known)}), path)
+    old = read_trees(path)
+    assert (old.identity, old.seconds) == (replace(trees.identity, rungs={}), {})
+    for before, after in zip(trees.positions, old.positions, strict=True):
+        assert list(after.predicted) == ["predictor"]
+        assert np.array_equal(after.predicted["predictor"], before.predicted["predictor"])
+    pq.write_table(table.drop_columns(["experts_pred"]), path)
+    with pytest.raises(InputError, match="is no tree file"):
+        read_trees(path)
+
+
+def test_each_source_and_the_plain_target_are_timed():
+    seconds = recorded(True, True).seconds
+    assert set(seconds) == {"target", *SOURCES}
+    assert all(value > 0 for value in seconds.values())
 
 
 def test_what_is_no_tree_file_is_refused_by_name(tmp_path):

@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 
 from ecospec.inference.replay import Combination, Replay, combinations
-from ecospec.inference.replay_results import replay
+from ecospec.inference.replay_results import compared, replay
 from ecospec.inference.statistics import Run
 from ecospec.inference.treefile import Position, TreeSet
 from ecospec.predictor.simple import FrequencyPredictor
-from tests.recording import PROMPTS, WIDTH, E, HashedOracle, K, L, Shrinking, live, recorded, session
+from tests.recording import PROMPTS, SOURCES, WIDTH, E, HashedOracle, K, L, Shrinking, live, recorded, session
 
 PROCESSORS = (("repetition_penalty", 1.3), ("no_repeat_ngram_size", 3), ("min_new_tokens", 4), ("top_k", 40))
+RUNGS = ["oracle", *SOURCES]
+SHARES = {"Qwen3-235B-A22B": 0.34, "DeepSeek-V3.1": 0.45, "GPT-OSS-120B": 0.62}
 OPTIONS = pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 EVERY = [
     *(Combination(policy, gamma, "predictor") for policy in ("marginal", "global") for gamma in range(1, WIDTH + 1)),
@@ -53,6 +55,101 @@ def test_so_it_does_with(case):
         steps = engine.steps(one)
         for prompt_id in PROMPTS:
             assert replayed(steps[prompt_id]) == seen(live(session(*key), prompt_id, one)), (one, prompt_id)
+
+
+@OPTIONS
+@pytest.mark.parametrize("source", SOURCES)
+def test_every_footprint_source_replays_as_it_decodes(sampled, source):
+    engine = Replay(recorded(sampled, True))
+    for one in combinations(["marginal", "global"], [source], [3, 5]):
+        steps = engine.steps(one)
+        for prompt_id in PROMPTS:
+            assert replayed(steps[prompt_id]) == seen(live(session(sampled, True), prompt_id, one)), (one, prompt_id)
+
+
+def test_sources_that_say_the_same_of_every_node_leave_eagles_rule():
+    engine = Replay(recorded(True, True))
+    for gamma in range(1, WIDTH + 1):
+        eagles = engine.steps(Combination("confidence", gamma))
+        last = engine.steps(Combination("marginal", gamma, "last_step"))
+        assert {name: replayed(steps) for name, steps in last.items()} == {
+            name: replayed(steps) for name, steps in eagles.items()
+        }
+
+
+def test_the_last_step_is_the_root_before_and_nothing_at_a_texts_first_position():
+    trees = recorded(True, True)
+    engine = Replay(trees)
+    (pools,) = engine.pools
+    found = pools.footprints("last_step", {}, E)
+    for span in trees.spans.values():
+        assert not found[span.start].any()
+        for number in span[1:]:
+            ids_LK = trees.positions[number - 1].experts_true_NLK[0]
+            expected = np.zeros((L, E), bool)
+            np.put_along_axis(expected, ids_LK.astype(int), True, -1)
+            assert (found[number].numpy() == expected).all()
+
+
+@OPTIONS
+def test_regret_is_the_difference_from_oracle_at_the_same_policy_and_gamma(sampled):
+    runs = replay(recorded(sampled, False), combinations(["confidence", "marginal", "global"], RUNGS, [1, 3, 5]))
+    of = {(run["dataset"], run["gamma"], run["selection"], run["footprints"]): run for run in runs}
+    names = ("acceptance_length", "active_experts")
+    for (dataset, gamma, policy, footprints), run in of.items():
+        if footprints is None:
+            assert [run[key] for key in (*(f"{name}_regret" for name in names), "saving_kept")] == [None] * 3
+            continue
+        oracle, eagles = of[dataset, gamma, policy, "oracle"], of[dataset, gamma, "confidence", None]
+        for name in names:
+            assert run[f"{name}_regret"] == pytest.approx(run[name] - oracle[name])
+        saved, kept = (eagles["active_experts"] - one["active_experts"] for one in (oracle, run))
+        assert run["saving_kept"] == (pytest.approx(kept / saved) if saved > 0 else None)
+        if footprints == "oracle":
+            assert [run[f"{name}_regret"] for name in names] == [0, 0]
+            assert run["saving_kept"] in (None, 1)
+            assert run["saving_kept_interval"] in (None, [1, 1])
+    assert any(run["saving_kept"] not in (None, 1) for run in runs)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_intervals_hold_their_points_and_need_two_prompts(seed):
+    generator = np.random.default_rng(seed)
+    steps_P, tokens_P = generator.integers(5, 40, (2, 12))
+    parts = [np.stack([steps_P, steps_P + tokens_P, steps_P * per_step], -1) for per_step in (7.0, 9.0, 6.0)]
+    sums = [part + generator.random((12, 3)) * [0, 5, 20] for part in parts]
+    found = compared(*sums)
+    names = [f"{name}_{kind}" for name in ("acceptance_length", "active_experts") for kind in ("difference", "regret")]
+    for name in (*names, "saving_kept"):
+        low, high = found[f"{name}_interval"]
+        assert low < found[name] < high
+    alone = compared(*(part[:1] for part in sums))
+    assert all((value is None) == name.endswith("interval") for name, value in alone.items())
+
+
+def test_a_saving_that_may_be_none_has_no_interval():
+    ours_P3, eagles_P3, oracles_P3 = (
+        np.array([[1, 1, first], [1, 1, second]], float) for first, second in ((9, 4), (9, 5), (8, 6))
+    )
+    found = compared(ours_P3, eagles_P3, oracles_P3 - [0, 0, 1])
+    assert found["saving_kept"] == pytest.approx((7 - 6.5) / (7 - 6))
+    assert found["saving_kept_interval"] is None, "the second prompt alone saves nothing"
+    assert compared(ours_P3, eagles_P3, oracles_P3)["saving_kept"] is None
+
+
+def test_modelled_speed_is_tokens_over_what_a_step_reads():
+    trees = recorded(True, True)
+    timed = TreeSet(trees.identity, trees.positions, {"target": 4.0, "linear": 1.0})
+    some = [Combination("confidence", 1), *(Combination("marginal", 4, name) for name in ("oracle", "linear"))]
+    plain, oracle, linear = (run for run in replay(timed, some) if run["dataset"] == "all")
+    assert plain["modelled_speedup"] == plain["modelled_speedup_with_source"] == pytest.approx(dict.fromkeys(SHARES, 1))
+    assert (plain["source_share"], oracle["source_share"], linear["source_share"]) == (0, None, 0.25)
+    assert oracle["modelled_speedup_with_source"] is None
+    for target, fixed in SHARES.items():
+        seconds = fixed + (1 - fixed) * linear["active_experts"] / K
+        assert linear["modelled_speedup"][target] == pytest.approx(linear["acceptance_length"] / seconds)
+        with_source = linear["modelled_speedup_with_source"][target]
+        assert with_source == pytest.approx(linear["acceptance_length"] / (seconds + 0.25))
 
 
 @OPTIONS

@@ -15,7 +15,8 @@ from ecospec.predictor import lightning as training
 from ecospec.predictor.checkpoints import training_folder
 from ecospec.predictor.evaluation import evaluate
 from ecospec.predictor.lightning import PredictorModule
-from ecospec.predictor.model import ExpertPredictor, load_predictor
+from ecospec.predictor.loading import load_predictor
+from ecospec.predictor.model import ExpertPredictor
 from tests.learnable import TABLE, learnable_traces, options, trained
 
 

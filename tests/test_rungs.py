@@ -14,7 +14,7 @@ from ecospec.data.module import collate
 from ecospec.data.traces import Trace
 from ecospec.predictor.base import embedding_hash
 from ecospec.predictor.fed import FedTrace, fed_at_depths, read_fed, require_rollout
-from ecospec.predictor.loading import load_predictor, predictor_values
+from ecospec.predictor.loading import kind_of, load_predictor, predictor_values
 from ecospec.predictor.rungs import DraftMLP, DraftMLPConfig, LinearConfig, LinearPredictor, fingerprint
 from tests.test_drafter_rollout import H as F
 from tests.test_drafter_rollout import V, random_batch, small_head
@@ -97,9 +97,11 @@ def test_what_is_learnt_of_a_padded_batch_is_what_is_learnt_of_its_samples(make,
 def test_a_saved_model_loads_as_its_kind_without_the_embedding_table(make, tmp_path):
     model = make(1)
     model.save_pretrained(tmp_path)
-    kind, values = predictor_values(tmp_path)
-    assert kind == {linear: "linear", draft_mlp: "draft_mlp"}[make]
-    assert values["num_experts"] == E
+    kind = {linear: "linear", draft_mlp: "draft_mlp"}[make]
+    assert kind_of(tmp_path) == kind
+    assert predictor_values(tmp_path, kind)["num_experts"] == E
+    with pytest.raises(InputError, match=f"holds a {kind} where footprints predictor need a predictor"):
+        predictor_values(tmp_path, "predictor")
     loaded = load_predictor(tmp_path).attach_embedding(routing(1)[1])
     ids_BN, fed_BNF = torch.arange(6)[None], torch.randn(1, 6, F)
     arguments = (ids_BN, fed_BNF) if make is draft_mlp else (ids_BN,)

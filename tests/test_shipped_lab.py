@@ -129,7 +129,7 @@ def test_drafter_and_predictor_are_at_most_half_the_active_target(target):
     active = others - embedding + routed * target.shape.top_k / target.shape.num_experts
     workshop = Workshop(target)
     head = workshop.drafter(DrafterConfig()).head
-    predictor = workshop.predictor(PredictorConfig())
+    predictor = workshop.trained("predictor", lab_folder("predictor"))
     for part in (head, predictor):
         assert sum(p.numel() for p in part.parameters()) <= active / 2
 

@@ -68,29 +68,33 @@ class Target:
 
 
 def lab_folder(part: str) -> Path:
-    """A folder of the shipped lab: `target`, `drafter`, `predictor`, `traces`, `trees` or `prompts`."""
+    """A folder of the shipped lab: `target`, `drafter`, `predictor` or another rung, `traces`, `trees`, `prompts`."""
     return Path(str(resources.files("ecospec.data.lab"))) / part
 
 
 def part_folder(path: str | None, part: str) -> Path:
-    """The folder of a drafter or predictor; `lab` is the shipped one. Raises InputError when there is none."""
+    """The folder of a `drafter`, or of a `predictor` or one of its kind; `lab` is the shipped one.
+
+    Raises InputError when there is none.
+    """
+    option = "--drafter.path" if part == "drafter" else "--predictor.path"
     if path is None:
-        raise InputError(f"--{part}.path: not given")
+        raise InputError(f"{option}: not given")
     folder = lab_folder(part) if path == "lab" else Path(path)
     if not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", path):
-        return _from_hub(path, part)
+        return _from_hub(path, option)
     if not (folder / "config.json").is_file():
-        raise InputError(f"--{part}.path {path}: the folder {folder} has no config.json")
+        raise InputError(f"{option} {path}: the folder {folder} has no config.json")
     return folder
 
 
-def _from_hub(name: str, part: str) -> Path:
+def _from_hub(name: str, option: str) -> Path:
     """The local copy of a hub repository, fetched where it is not cached. Raises InputError when it cannot be had."""
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.bin"]))
     except (OSError, ValueError, HfHubHTTPError) as error:
         why = f"no such folder, and not to be had from the hub ({brief(error)})"
-        raise InputError(f"--{part}.path {name}: {why}") from None
+        raise InputError(f"{option} {name}: {why}") from None
 
 
 def resolve_target(name: str) -> str:

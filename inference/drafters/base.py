@@ -16,6 +16,10 @@ from transformers import Cache
 from ecospec.configs.errors import InputError
 from ecospec.inference.tree import DraftTree, DraftTrees, stack
 
+NO_HIDDEN = (
+    "--selection.footprints draft_mlp: reads what the target feeds a draft head, and this drafter is fed nothing; "
+    "draft with eagle3 or mtp, or take other footprints"
+)
 FINAL = -1  # the feature layer whose output is the target's last hidden state, after its final norm
 
 
@@ -56,6 +60,10 @@ class BatchDrafter(ABC):
     @abstractmethod
     def keep_rows(self, rows: list[int]) -> None:
         """The other texts have ended: from now on only these are drafted, in this order."""
+
+    def give_hidden(self) -> None:
+        """From now on trees have `hidden_BNH`. Raises InputError for a drafter without hidden input."""
+        raise InputError(NO_HIDDEN)
 
 
 class EachRow(BatchDrafter):

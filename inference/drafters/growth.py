@@ -8,12 +8,15 @@ are deterministic, whatever the sampling temperature.
 Letters: B texts, T tokens of a text, n new entries, k nodes kept per level, H hidden width of the head, S cached slots.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from ecospec.configs.errors import InputError
 from ecospec.inference.cache import RowCache, seen_past
-from ecospec.inference.drafters.base import BatchDrafter, DraftHead
+from ecospec.inference.drafters.base import NO_HIDDEN, BatchDrafter, DraftHead
 from ecospec.inference.tree import DraftTrees, trees_from_levels
 
 
@@ -25,6 +28,7 @@ class TreeDrafter(BatchDrafter):
         self.feature_layers = head.feature_layers
         self.steps = steps
         self.topk = topk
+        self._gives_hidden = False
         self.reset(1)
 
     def reset(self, rows: int) -> None:
@@ -35,15 +39,26 @@ class TreeDrafter(BatchDrafter):
         """See `BatchDrafter`."""
         self.cache.keep_rows(rows)
 
+    def give_hidden(self) -> None:
+        """See `BatchDrafter`."""
+        if not self.feature_layers:
+            raise InputError(NO_HIDDEN)
+        self._gives_hidden = True
+
     @torch.inference_mode()
     def draft(self, texts: list[Tensor], features: list[Tensor] | None) -> DraftTrees:
         """See `BatchDrafter`."""
-        levels = self._grow(self._extend(texts, features))
+        root_B1H, out_B1H = self._extend(texts, features)
+        levels, fed = self._grow(out_B1H)
         self.cache.keep_first([0] * len(texts), self.topk * (self.steps - 1))
-        return trees_from_levels(torch.stack([ids_T[-1] for ids_T in texts]), levels)
+        trees = trees_from_levels(torch.stack([ids_T[-1] for ids_T in texts]), levels)
+        if not self._gives_hidden:
+            return trees
+        children = torch.cat(fed, dim=1).repeat_interleave(self.topk, dim=1)
+        return replace(trees, hidden_BNH=torch.cat([root_B1H, children], dim=1))
 
-    def _extend(self, texts: list[Tensor], features: list[Tensor] | None) -> Tensor:
-        """Read what is new of the texts; the head's output at each text's last token, [B, 1, H]."""
+    def _extend(self, texts: list[Tensor], features: list[Tensor] | None) -> tuple[Tensor | None, Tensor]:
+        """Read what is new of the texts; the head's hidden input and output at each text's last token, [B, 1, H]."""
         new = [ids_T[self.head.first_token + length :] for ids_T, length in zip(texts, self.cache.lengths, strict=True)]
         counts = [len(ids) for ids in new]
         hidden = self.head.enter(pad_sequence(features, batch_first=True)) if features else None
@@ -59,15 +74,20 @@ class TreeDrafter(BatchDrafter):
             seen = torch.cat([past, own], dim=-1)
         out = self.head.forward(ids_Bn, hidden, positions_Bn, seen, self.cache.cache)
         self.cache.keep_first(counts, n)
-        return out[torch.arange(len(texts)), torch.tensor(counts) - 1][:, None]
+        last_B1 = lengths_B.new_tensor(counts)[:, None] - 1
+        return _rows(hidden, last_B1) if self._gives_hidden else None, _rows(out, last_B1)
 
-    def _grow(self, out_B1H: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Levels of (target ids, parents, conditional probabilities), each [B, nodes], best first within a parent."""
+    def _grow(self, out_B1H: Tensor) -> tuple[list[tuple[Tensor, Tensor, Tensor]], list[Tensor | None]]:
+        """Levels of (target ids, parents, conditional probabilities), each [B, nodes], best first within a parent.
+
+        Beside them what the children of the nodes that went on are fed, [B, nodes, H]: `topk` children each, in order.
+        """
         k, device, B = self.topk, out_B1H.device, len(out_B1H)
         conditional_Bk, draft_ids = self.head.logits(out_B1H[:, 0]).softmax(-1).topk(k)
         tokens = self.head.target_ids(draft_ids)
         levels = [(tokens, torch.zeros_like(tokens), conditional_Bk)]
-        hidden = _rows(self.head.feedback(out_B1H), torch.zeros(B, k, dtype=torch.long, device=device))
+        fed = [self.head.feedback(out_B1H)]
+        hidden = _rows(fed[-1], torch.zeros(B, k, dtype=torch.long, device=device))
         level_start, frontier_Bk, prob_Bk = 1, torch.arange(k, device=device).expand(B, -1), conditional_Bk
         lengths_B = self.cache.lengths_B(device)
         past_BkS = seen_past(lengths_B, self.cache.width, frontier_Bk)
@@ -85,9 +105,10 @@ class TreeDrafter(BatchDrafter):
             tokens = self.head.target_ids(draft_ids.flatten(1))
             levels.append((tokens, parents, conditional_Bkk.flatten(1)))
             prob_Bk, frontier_Bk = (prob_Bk[..., None] * conditional_Bkk).flatten(1).topk(k)
-            hidden = _rows(self.head.feedback(out_BkH), frontier_Bk // k)
+            fed.append(self.head.feedback(out_BkH))
+            hidden = _rows(fed[-1], frontier_Bk // k)
             seen_Bk = _rows(seen_Bk, frontier_Bk // k)
-        return levels
+        return levels, fed
 
 
 def _rows(values_BMX: Tensor | None, index_Bk: Tensor) -> Tensor | None:
