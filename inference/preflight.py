@@ -172,7 +172,7 @@ def _hidden(plan: MethodPlan, values: dict, drafter: Drafter) -> int:
         raise InputError(NO_HIDDEN)
     if values.get("draft_size") != drafter.hidden:
         raise InputError(
-            f"--predictor.path {plan.predictor.path}: reads {values.get('hidden_size')} hidden values of a draft head, "
+            f"--predictor.path {plan.predictor.path}: reads {values.get('draft_size')} hidden values of a draft head, "
             f"this drafter has {drafter.hidden}; take the one that was trained on it"
         )
     return drafter.hidden

@@ -50,6 +50,35 @@ class BackboneConfig:
 
 
 @dataclass
+class MLPConfig:
+    """Sizes of a draft MLP."""
+
+    hidden_size: int = 256
+    """Width of a draft MLP."""
+    intermediate_size: int = 512
+    """Width inside each of its blocks."""
+    num_blocks: int = 2
+    """Gated blocks, one after the other."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value <= 0:
+                raise InputError(f"--mlp.{name} {value}: must be positive")
+
+
+@dataclass
+class FeedingConfig:
+    path: str | None = "lab"
+    """EAGLE-3 head whose hidden input a draft MLP reads: a folder, or `lab`."""
+    steps: int = 3
+    """How many tokens deep its drafts go."""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise InputError(f"--drafter.steps {self.steps}: must be at least 1")
+
+
+@dataclass
 class HeadConfig:
     """An EAGLE-3 head, in the words of published ones. Its hidden width and token embedding are the target's."""
 
@@ -86,9 +115,16 @@ class TrainConfig:
     """Train on what a MoE target did. Training ends at the first of max_minutes, max_steps and max_epochs."""
 
     target: TargetConfig = field(default_factory=TargetConfig)
+    kind: Literal["predictor", "linear", "draft_mlp"] = "predictor"
+    """What `predictor` trains: the predictor (a small decoder), a linear probe on the token, or an MLP on what a draft
+    head is fed."""
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
+    mlp: MLPConfig = field(default_factory=MLPConfig)
+    drafter: FeedingConfig = field(default_factory=FeedingConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
     predictor: PredictorConfig = field(default_factory=PredictorConfig)
+    rungs: list[str] = field(default_factory=list)
+    """Other trained kinds that `evaluate` measures beside the predictor: folders, `lab/linear`, `lab/draft_mlp`."""
     traces: str | None = None
     """Trace folder to learn from: its `train` samples; its `test` samples are held out."""
     output: str | None = None

@@ -1,11 +1,12 @@
 """What predictors are worth on traces: overlap and seconds a step, of a trained one and of the simple ones beside it.
 
-Letters: N tokens of one decoding step, T tokens, L MoE layers, E experts, H hidden width.
+Letters: N tokens of one decoding step, T tokens, A depths of a draft, L MoE layers, E experts, H hidden width, F width
+of a draft head.
 """
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,15 +17,19 @@ from transformers import DynamicCache
 
 from ecospec.configs.errors import InputError
 from ecospec.configs.files import provenance, replace_folder, require_new_folder, write_json
-from ecospec.data.traces import Trace, TraceSet, read_traces
+from ecospec.data.module import collate
+from ecospec.data.traces import Trace, TraceSet
+from ecospec.predictor.base import RoutingModel
 from ecospec.predictor.config import TrainConfig
 from ecospec.predictor.embedding import load_embedding
-from ecospec.predictor.loading import load_predictor
+from ecospec.predictor.loading import KINDS, kind_of, load_predictor
 from ecospec.predictor.loss import CHUNK_TOKENS
 from ecospec.predictor.metrics import measure
 from ecospec.predictor.model import ExpertPredictor
-from ecospec.predictor.simple import FrequencyPredictor, TokenPredictor, fit_tables
-from ecospec.tracing.target import MoeShape, config_hash, load_target_config, part_folder, shape_of, weights_hash
+from ecospec.predictor.rungs import DraftMLP, LinearPredictor
+from ecospec.predictor.simple import FrequencyPredictor, LastStepPredictor, TokenPredictor, fit_tables
+from ecospec.predictor.task import Samples, attached_head, fed_by, open_target_traces
+from ecospec.tracing.target import load_target, part_folder
 
 METRICS = "metrics.json"
 STEP_TOKENS = 11  # nodes of the default draft tree (3 steps, top-2), root included
@@ -35,55 +40,85 @@ STEP_REPEATS = 20
 def evaluate_predictor(config: TrainConfig) -> dict:
     """The numbers of an exported predictor on any traces of its target, in the form of `metrics.json`.
 
-    The simple ones beside it are counted from the `train` samples of the same traces, and `overlap` is of the `test`
-    samples. Where `output` is given, `metrics.json` and `provenance.json` are written there. Raises InputError for
-    missing traces, another target's traces or predictor, and samples without answers.
+    Beside it in `ladder` are those that are counted from the `train` samples of the same traces, and the trained ones
+    at `rungs`; `overlap` is of the `test` samples. Where `output` is given, `metrics.json` and `provenance.json` are
+    written there. Raises InputError for missing traces, another target's traces or predictor, samples without answers,
+    two rungs of a kind, and a draft MLP of another draft head than `drafter.path`.
     """
-    if config.traces is None:
-        raise InputError("--traces: missing; give a trace folder")
     if config.output is not None:
         require_new_folder(Path(config.output), config.overwrite, METRICS)
-    predictor = load_predictor(part_folder(config.predictor.path, "predictor"))
-    traces, model_config = read_traces(config.traces), load_target_config(config.target)
-    shape = shape_of(model_config, config.target.trust_remote_code)
-    require_same_target(traces, config, shape, config_hash(model_config))
-    metrics = evaluate(predictor.attach_embedding(load_embedding(config.target)), traces)
+    traces, table_VD = open_target_traces(config), load_embedding(config.target)
+    models = [load_predictor(folder).attach_embedding(table_VD) for folder in _folders(config)]
+    samples = _with_what_they_read(config, traces, models)
+    metrics = evaluate(models[0], samples)
+    metrics["ladder"] |= {_kind(model): numbers_of(model, samples) for model in models[1:]}
     if config.output is not None:
         replace_folder(Path(config.output), lambda folder: _write(folder, metrics, config))
     return metrics
 
 
+def evaluate(model: RoutingModel, traces: TraceSet | Samples) -> dict:
+    """The content of `metrics.json`: the model's numbers, its kind, and under `ladder` those of what it must beat."""
+    tables = fit_tables(traces, model.config.vocab_size)
+    simple = {
+        "frequency": _table_numbers(tables["frequency"], traces),
+        "last_step": _last_step_numbers(LastStepPredictor(tables["frequency"]), traces),
+        "token": _table_numbers(tables["token"], traces),
+    }
+    return {"kind": _kind(model)} | numbers_of(model, traces) | {"ladder": simple}
+
+
 @torch.inference_mode()
-def evaluate(predictor: ExpertPredictor, traces: TraceSet) -> dict:
-    """The content of `metrics.json`: the predictor's numbers, and under `ladder` those of what it must beat.
+def numbers_of(model: RoutingModel, traces: TraceSet | Samples) -> dict:
+    """Overlap and its like of a trained model. `seconds_per_step`: the median time to predict one step's draft tree.
 
-    `seconds_per_step` is the median time to predict one decoding step's draft tree.
+    A draft MLP is measured at every depth of a draft, each counting the same.
     """
-    predictor.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+    model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
-    def stretches_of(item: Trace) -> Iterator[Tensor]:
-        hidden_1TH = predictor.hidden(torch.from_numpy(item.input_ids.astype(np.int64))[None].to(predictor.device))
-        return map(predictor.logits, hidden_1TH[0].split(CHUNK_TOKENS))
+    def passes_of(item: Trace) -> Iterator[Iterator[Tensor]]:
+        batch = collate([item])
+        batch = batch._replace(**{name: getattr(batch, name).to(model.device) for name in ("input_ids", "lengths")})
+        if batch.fed is not None:
+            batch = batch._replace(fed=batch.fed.to(model.device))
+        hidden_XH, _ = model.read(batch, batch.tokens())
+        for hidden_TH in hidden_XH.split(len(item.input_ids)):
+            yield map(model.logits, hidden_TH.split(CHUNK_TOKENS))
 
-    ladder = fit_tables(traces, predictor.config.vocab_size)
-    numbers = measure(stretches_of, traces) | {"seconds_per_step": _predictor_seconds(predictor)}
-    return numbers | {"ladder": {name: _simple_numbers(simple, traces) for name, simple in ladder.items()}}
+    step = {ExpertPredictor: _predictor_step, LinearPredictor: _linear_step, DraftMLP: _draft_mlp_step}[type(model)]
+    return measure(passes_of, traces) | {"seconds_per_step": _median_seconds(step(model))}
 
 
-def require_same_target(traces: TraceSet, config: TrainConfig, shape: MoeShape, config_sha256: str) -> None:
-    """Raises InputError, naming both sides, when the traces were recorded on another model, or on other weights."""
-    target = traces.manifest["target"]
-    recorded = [traces.manifest["moe_layers"], traces.num_experts, traces.top_k, target["config_sha256"]]
-    given = [list(shape.layers), shape.num_experts, shape.top_k, config_sha256]
-    weights = target.get("weights_sha256"), weights_hash(config.target)
-    if None not in weights:
-        recorded.append(weights[0])
-        given.append(weights[1])
-    if recorded != given:
-        raise InputError(
-            f"--traces {config.traces}: recorded on {target['name']} ({_identity(*recorded)}), not on"
-            f" --target.name {config.target.name} ({_identity(*given)}); trace that target"
-        )
+def _folders(config: TrainConfig) -> list[Path]:
+    """The predictor's folder and the rungs'. Raises InputError when two of them hold the same kind."""
+    folders = [part_folder(config.predictor.path, "predictor"), *map(_rung_folder, config.rungs)]
+    kinds = [kind_of(folder) for folder in folders]
+    for kind, folder in zip(kinds, folders, strict=True):
+        if kinds.count(kind) > 1:
+            raise InputError(f"--rungs {folder}: a {kind}, of which there is another one; measure them apart")
+    return folders
+
+
+def _rung_folder(path: str) -> Path:
+    """A folder, or one of the lab's by its kind: `lab/linear`, `lab/draft_mlp`."""
+    home, _, kind = path.partition("/")
+    return part_folder(home, kind) if home == "lab" and kind in KINDS else part_folder(path, "predictor")
+
+
+def _with_what_they_read(config: TrainConfig, traces: TraceSet, models: Sequence[RoutingModel]) -> TraceSet | Samples:
+    """The samples, with what a draft head is fed where one of the models reads it."""
+    fed = [model for model in models if isinstance(model, DraftMLP)]
+    if not fed:
+        return traces
+    target = load_target(config.target)
+    head = attached_head(config, target)
+    for model in fed:
+        model.require_head(head)
+    return fed_by(config, traces, target, head)
+
+
+def _kind(model: RoutingModel) -> str:
+    return next(kind for kind, model_class in KINDS.items() if type(model) is model_class)
 
 
 def _write(folder: Path, metrics: dict, config: TrainConfig) -> None:
@@ -91,24 +126,30 @@ def _write(folder: Path, metrics: dict, config: TrainConfig) -> None:
     write_json(folder / "provenance.json", provenance() | {"config": asdict(config)})
 
 
-def _identity(layers: list[int], num_experts: int, top_k: int, config_sha256: str, weights_sha256: str = "") -> str:
-    routing = f"{len(layers)} MoE layers, {top_k} of {num_experts} experts, configuration {config_sha256[:8]}"
-    return f"{routing}, weights {weights_sha256[:8]}" if weights_sha256 else routing
-
-
-def _simple_numbers(simple: FrequencyPredictor | TokenPredictor, traces: TraceSet) -> dict:
+def _table_numbers(table: FrequencyPredictor | TokenPredictor, traces: TraceSet | Samples) -> dict:
     ids_N = np.zeros(STEP_TOKENS, np.int32)
-
-    def stretches_of(item: Trace) -> Iterator[Tensor]:
-        firsts = range(0, len(item.input_ids), CHUNK_TOKENS)
-        return (simple.logits(item.input_ids[first : first + CHUNK_TOKENS]) for first in firsts)
-
-    return measure(stretches_of, traces) | {"seconds_per_step": _median_seconds(lambda: simple.predict(ids_N))}
+    numbers = measure(lambda item: [map(table.logits, _stretches(item.input_ids))], traces)
+    return numbers | {"seconds_per_step": _median_seconds(lambda: table.predict(ids_N))}
 
 
-def _predictor_seconds(predictor: ExpertPredictor) -> float:
-    """Median seconds to predict one step's tree: STEP_TOKENS new tokens after a cached context."""
-    ids = torch.arange(STEP_CONTEXT + STEP_TOKENS, device=predictor.device)[None] % predictor.config.vocab_size
+def _last_step_numbers(last_step: LastStepPredictor, traces: TraceSet | Samples) -> dict:
+    """Of the token right after the last one known, a step's root; drafts lie further from it."""
+    experts_LK = next(iter(traces)).experts[0]
+    numbers = measure(lambda item: [map(last_step.logits, _stretches(last_step.known(item.experts)))], traces)
+    return numbers | {"seconds_per_step": _median_seconds(lambda: np.repeat(experts_LK[None], STEP_TOKENS, axis=0))}
+
+
+def _stretches(values_T: np.ndarray) -> list[np.ndarray]:
+    return [values_T[first : first + CHUNK_TOKENS] for first in range(0, len(values_T), CHUNK_TOKENS)]
+
+
+def _step_ids(model: RoutingModel, tokens: int) -> Tensor:
+    return torch.arange(tokens, device=model.device)[None] % model.config.vocab_size
+
+
+def _predictor_step(predictor: ExpertPredictor) -> Callable[[], object]:
+    """STEP_TOKENS new tokens after a cached context."""
+    ids = _step_ids(predictor, STEP_CONTEXT + STEP_TOKENS)
     cache = DynamicCache(config=predictor.config.backbone)
     predictor(ids[:, :STEP_CONTEXT], cache=cache)
 
@@ -116,7 +157,18 @@ def _predictor_seconds(predictor: ExpertPredictor) -> float:
         predictor(ids[:, STEP_CONTEXT:], cache=cache).cpu()
         cache.crop(-STEP_TOKENS)
 
-    return _median_seconds(step)
+    return step
+
+
+def _linear_step(model: LinearPredictor) -> Callable[[], object]:
+    ids_1N = _step_ids(model, STEP_TOKENS)
+    return lambda: model(ids_1N).cpu()
+
+
+def _draft_mlp_step(model: DraftMLP) -> Callable[[], object]:
+    ids_1N = _step_ids(model, STEP_TOKENS)
+    fed_1NF = torch.zeros(1, STEP_TOKENS, model.config.draft_size, device=model.device)
+    return lambda: model(ids_1N, fed_1NF).cpu()
 
 
 def _median_seconds(step: Callable[[], object]) -> float:

@@ -4,7 +4,7 @@ With q uniform over the K true experts, -Σ_e q_e log p_e is the mean of -log p 
 are all logits: head and loss run on `CHUNK_TOKENS` tokens at a time, and again in the backward pass. Knows nothing
 about models or files.
 
-Letters: B batch, T tokens, N tokens of a batch without padding, L MoE layers, E experts, K experts per token, H hidden
+Letters: N tokens of a batch without padding, L MoE layers, E experts, K experts per token, H hidden
 width.
 """
 
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
     from ecospec.data.module import Batch
-    from ecospec.predictor.model import ExpertPredictor
+    from ecospec.predictor.base import RoutingModel
 
 CHUNK_TOKENS = 1024
 LOSS_CHUNKS = 5  # as large as a chunk's logits, alive at once; measured 3.1, with an idle allocator's slack 4.2
@@ -35,23 +35,21 @@ def expert_loss(logits: Tensor, experts: Tensor) -> Tensor:
     return layer_losses(logits, experts).mean()
 
 
-def batch_loss(predictor: "ExpertPredictor", batch: "Batch") -> Tensor:
+def batch_loss(model: "RoutingModel", batch: "Batch") -> Tensor:
     """The objective on one batch, as `expert_loss` of its tokens without padding; 0 where it has none."""
-    return chunked_loss(predictor.logits, predictor.hidden(batch.input_ids), batch.experts, batch.tokens())
+    return chunked_loss(model.logits, *model.read(batch, batch.tokens()))
 
 
-def chunked_loss(logits_of: LogitsOf, hidden_BTH: Tensor, experts_BTLK: Tensor, chosen_BT: Tensor) -> Tensor:
-    """`expert_loss` of the chosen positions, with logits of `CHUNK_TOKENS` tokens at most in memory.
+def chunked_loss(logits_of: LogitsOf, hidden_NH: Tensor, experts_NLK: Tensor) -> Tensor:
+    """`expert_loss` with logits of `CHUNK_TOKENS` tokens at most in memory.
 
-    Its peak is `LOSS_CHUNKS` · `CHUNK_TOKENS` · L · E float32 numbers beyond inputs, parameters, hidden states of all
-    positions and of the chosen ones, and the gradients of all these.
+    Its peak is `LOSS_CHUNKS` · `CHUNK_TOKENS` · L · E float32 numbers beyond its arguments, the model's parameters, and
+    the gradients of both.
     """
-    places_N = chosen_BT.flatten().nonzero().squeeze(-1)
-    total = hidden_BTH.new_zeros((), dtype=torch.float32)
-    hidden_NH, experts_SLK = hidden_BTH.flatten(0, 1)[places_N], experts_BTLK.flatten(0, 1)
-    for hidden, places in zip(hidden_NH.split(CHUNK_TOKENS), places_N.split(CHUNK_TOKENS), strict=True):
-        total = total + checkpoint(_sum_of_losses, logits_of, hidden, experts_SLK[places], use_reentrant=False)
-    return total / max(1, len(places_N) * experts_SLK.shape[1])
+    total = hidden_NH.new_zeros((), dtype=torch.float32)
+    for hidden, experts in zip(hidden_NH.split(CHUNK_TOKENS), experts_NLK.split(CHUNK_TOKENS), strict=True):
+        total = total + checkpoint(_sum_of_losses, logits_of, hidden, experts, use_reentrant=False)
+    return total / max(1, len(experts_NLK) * experts_NLK.shape[1])
 
 
 def _sum_of_losses(logits_of: LogitsOf, hidden_NH: Tensor, experts_NLK: Tensor) -> Tensor:

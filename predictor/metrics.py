@@ -17,7 +17,8 @@ from ecospec.configs.errors import InputError
 from ecospec.data.traces import Trace, TraceSet
 from ecospec.predictor.loss import excess_loss, layer_losses
 
-StretchesOf = Callable[[Trace], Iterable[Tensor]]  # a sample → logits [t, L, E] of its consecutive stretches
+# A sample → for each pass over its tokens (one, as a rule) the logits [t, L, E] of its consecutive stretches.
+PassesOf = Callable[[Trace], Iterable[Iterable[Tensor]]]
 EXTRA = (0, 2, 4, 8)  # experts beyond K in the sets whose recall is measured
 BINS = 10  # of equal width, for calibration
 
@@ -151,9 +152,10 @@ def shared_experts(predicted: Tensor, true: Tensor, num_experts: int) -> Tensor:
     return member.gather(-1, predicted).sum(-1)
 
 
-def measure(stretches_of: StretchesOf, traces: TraceSet) -> dict:
+def measure(passes_of: PassesOf, traces: TraceSet) -> dict:
     """The metrics of one predictor, given as a function, on all samples of both splits."""
     meter = OverlapMeter(traces.top_k, traces.num_experts)
     for item in traces:
-        meter.add(item, stretches_of(item))
+        for stretches in passes_of(item):
+            meter.add(item, stretches)
     return meter.metrics()

@@ -14,7 +14,7 @@ from ecospec.predictor.metrics import shared_experts, top_experts
 
 if TYPE_CHECKING:
     from ecospec.data.module import Batch
-    from ecospec.predictor.model import ExpertPredictor
+    from ecospec.predictor.base import RoutingModel
 
 
 class Overlap(torchmetrics.Metric):
@@ -27,12 +27,11 @@ class Overlap(torchmetrics.Metric):
         for name in ("hits", "choices"):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
-    def update(self, predictor: "ExpertPredictor", batch: "Batch") -> None:
+    def update(self, model: "RoutingModel", batch: "Batch") -> None:
         """Count a padded batch; its peak memory is 5 · `CHUNK_TOKENS` · L · E float32 numbers beyond hidden states."""
-        answers_BT = batch.answers()
-        hidden_NH, true_NLK = predictor.hidden(batch.input_ids)[answers_BT], batch.experts[answers_BT]
+        hidden_NH, true_NLK = model.read(batch, batch.answers())
         for hidden, true in zip(hidden_NH.split(CHUNK_TOKENS), true_NLK.split(CHUNK_TOKENS), strict=True):
-            logits = predictor.logits(hidden)
+            logits = model.logits(hidden)
             self.hits += shared_experts(top_experts(logits, true.shape[-1]), true.long(), logits.shape[-1]).sum()
             self.choices += true.numel()
 

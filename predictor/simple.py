@@ -62,6 +62,24 @@ class TokenPredictor:
         return top_experts(self.logits(input_ids_T), self.frequency.top_k).numpy()
 
 
+@dataclass(frozen=True)
+class LastStepPredictor:
+    """The experts of the token before; frequency breaks ties and fills gaps, as for `TokenPredictor`."""
+
+    frequency: FrequencyPredictor
+
+    def known(self, experts_TLK: np.ndarray) -> np.ndarray:
+        """bool [T, L, E]: the experts of the token before each; none before the first."""
+        known_TLE = np.zeros((len(experts_TLK), *self.frequency.share_LE.shape), bool)
+        np.put_along_axis(known_TLE[1:], experts_TLK[:-1].astype(np.int64), True, axis=-1)
+        return known_TLE
+
+    def logits(self, known_TLE: np.ndarray) -> Tensor:
+        """log of what `known` says, to which frequency adds one token's worth of choices, [T, L, E]."""
+        smoothed_TLE = known_TLE + self.frequency.top_k * self.frequency.share_LE
+        return torch.from_numpy(np.log(smoothed_TLE / smoothed_TLE.sum(-1, keepdims=True)))
+
+
 def fit_frequency(traces: TraceSet) -> FrequencyPredictor:
     """Count the experts of each layer over the `train` samples. Raises InputError when there are none."""
     L, E, K = traces.num_layers, traces.num_experts, traces.top_k

@@ -61,7 +61,7 @@ def save_rung(folder, lab, kind, **changes):
     """What is read of a trained rung before it is loaded; it belongs to the lab's target."""
     known = json.loads((lab.root / "predictor" / "config.json").read_text())
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(known | {"model_type": kind, "hidden_size": 32} | changes))
+    (folder / "config.json").write_text(json.dumps(known | {"model_type": kind, "draft_size": 32} | changes))
     save_file({"weight": torch.zeros(3, 4)}, folder / "model.safetensors")
     (folder / "metrics.json").write_text('{"overlap": 0.25}')
     return folder
@@ -214,16 +214,16 @@ def test_what_one_tree_file_cannot_hold_is_refused(lab, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"footprints": "linear"}, ["holds ecospec_draft_mlp", "need ecospec_linear_predictor"]),
+        ({"footprints": "linear"}, ["holds a draft_mlp", "need a linear"]),
         ({"drafter.kind": "prompt_lookup"}, ["draft with eagle3 or mtp"]),
-        ({"hidden_size": 48}, ["reads 48 hidden values", "32"]),
+        ({"draft_size": 48}, ["reads 48 hidden values", "32"]),
         ({"num_layers": 5}, ["5 MoE layers"]),
         ({"target_config_sha256": "0"}, ["another target"]),
     ],
     ids=["another kind", "nothing to feed", "another head", "another shape", "another target"],
 )
 def test_a_draft_mlp_that_does_not_fit_is_refused_by_name(lab, tmp_path, capsys, changes, words):
-    own = {key: value for key, value in changes.items() if key in ("hidden_size", "num_layers", "target_config_sha256")}
+    own = {key: value for key, value in changes.items() if key in ("draft_size", "num_layers", "target_config_sha256")}
     values = {"footprints": "draft_mlp", "predictor": save_rung(tmp_path / "mlp", lab, "ecospec_draft_mlp", **own)}
     rest = {key: value for key, value in changes.items() if key not in own}
     one_line(capsys, main(["check", *options(lab, **values | rest)]), *words)
