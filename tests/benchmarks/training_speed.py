@@ -25,9 +25,10 @@ import torch
 from ecospec.data.module import Batch, BatchLimits, TraceDataModule
 from ecospec.data.traces import Trace, read_traces
 from ecospec.predictor.config import TrainConfig
-from ecospec.predictor.fit import build_predictor, make_trainer
-from ecospec.predictor.lightning import PredictorModule, optimizer_groups
+from ecospec.predictor.fit import build_predictor
+from ecospec.predictor.lightning import EndlessBatches, PredictorModule, optimizer_groups
 from ecospec.predictor.loss import batch_loss
+from ecospec.predictor.trainer import make_trainer, run_trainer
 from ecospec.tracing.layout import MANIFEST, encode_experts, id_dtype
 from ecospec.tracing.store import TraceFolder
 from ecospec.tracing.target import MoeShape
@@ -101,10 +102,9 @@ def measure(items: list[Trace], windows: int, steps: int) -> list[tuple[float, f
     shape = MoeShape("qwen3_moe", tuple(range(L)), E, K, V, D, L)
     predictor = build_predictor(config, shape, "hash", torch.randn(V, D)).train()
     timed = Windows(BareLoop(copy.deepcopy(predictor), config), steps)
-    trainer = make_trainer(config)
-    trainer.callbacks.append(timed)
     data = TraceDataModule(items, [], BatchLimits(tokens=config.tokens_per_batch))
-    trainer.fit(PredictorModule(predictor, config, len(items)), datamodule=data)
+    module, batches = PredictorModule(predictor, config, len(items)), EndlessBatches(data.train_dataloader())
+    run_trainer(make_trainer(config, callbacks=(timed,)), module, batches)
     return timed.seconds[1:]
 
 
