@@ -166,7 +166,7 @@ class TrainConfig:
     devices: int = 1
     """Processes on each node, a GPU each where there are any."""
     num_nodes: int = 1
-    """Machines; start the same command on each with `torchrun`."""
+    """Machines; start the same command on each with `torchrun`, with `output` on a disk that all of them share."""
     precision: Literal["32-true", "bf16-mixed"] = "32-true"
     """Arithmetic of training, in Lightning's words; exports are float32."""
     loggers: list[Literal["csv", "tensorboard", "wandb"]] = field(default_factory=lambda: ["csv", "tensorboard"])

@@ -167,7 +167,8 @@ def prepare_process(config: TrainConfig) -> None:
         torch.set_num_threads(config.threads)
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for library in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(library).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=r".*LeafSpec.* is deprecated", module=r"lightning\.")
 
 

@@ -84,8 +84,9 @@ class EndlessBatches:
 class PredictorModule(lightning.LightningModule):
     """Trains `predictor` in place on `num_samples` samples an epoch; `seconds_now` is a clock in seconds.
 
-    Counts are over all processes: `samples` and `tokens` seen, `seconds` of training. Where `interrupted` is set in any
-    of them, all raise KeyboardInterrupt once their callbacks have seen the end of the optimizer step.
+    Counts are over all processes: `samples` and `tokens` seen, `seconds` of training. Once any of them has been
+    `asked_to_end`, all are `interrupted`, and raise KeyboardInterrupt when their callbacks have seen the end of the
+    optimizer step.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class PredictorModule(lightning.LightningModule):
         self.limits = Limits(config.max_minutes, config.max_steps, config.max_epochs)
         self.samples = self.tokens = 0
         self.seconds = 0.0
-        self.interrupted = False
+        self.asked_to_end = self.interrupted = False
         self.shown: dict[str, float] = {}  # beside the progress bar
         self.losses: deque[float] = deque(maxlen=config.accumulate)  # of the last batches, over all processes
 
@@ -109,6 +110,7 @@ class PredictorModule(lightning.LightningModule):
         return torch.optim.AdamW(groups, lr=self.options.learning_rate, betas=(0.9, 0.95))
 
     def on_train_start(self) -> None:
+        self.predictor.table_VD = self.predictor.table_VD.to(self.device)
         self.logged = self.seconds_now()
         self.started = self.logged - self.seconds
         if self.progress() >= 1:  # a run that was cut off after its last step
@@ -178,7 +180,7 @@ class PredictorModule(lightning.LightningModule):
     def _count(self, batch: Batch, loss: float) -> None:
         """Add this batch of all processes to the counts, and take over the first one's clock."""
         seconds = self.seconds_now() - self.started if self.trainer.is_global_zero else 0.0
-        counts = [len(batch.input_ids), int(batch.lengths.sum()), seconds, self.interrupted, loss]
+        counts = [len(batch.input_ids), int(batch.lengths.sum()), seconds, self.asked_to_end, loss]
         if self.trainer.world_size > 1:
             mine = torch.tensor(counts, dtype=torch.float64, device=self.device)
             counts = self.trainer.strategy.reduce(mine, reduce_op="sum").tolist()

@@ -92,9 +92,9 @@ class Interrupts(lightning.Callback):
 
     def on_train_start(self, trainer: lightning.Trainer, module: PredictorModule) -> None:
         def interrupt(number: int, frame: FrameType | None) -> None:
-            if module.interrupted:
+            if module.asked_to_end:
                 raise KeyboardInterrupt
-            module.interrupted = True
+            module.asked_to_end = True
 
         for number in INTERRUPTS:  # in place of Lightning's, whose SIGTERM does not wait for the end of a step
             signal.signal(number, interrupt)

@@ -88,6 +88,13 @@ def test_impossible_keys_are_named(changes, named):
         TrainConfig(**changes)
 
 
+def test_a_step_has_as_many_samples_in_however_many_parts():
+    for devices, num_nodes, accumulate in ((1, 1, 1), (2, 1, 4), (2, 2, 2)):
+        config = TrainConfig(batch_size=16, devices=devices, num_nodes=num_nodes, accumulate=accumulate)
+        assert config.samples_per_batch * devices * num_nodes * accumulate == 16
+    assert TrainConfig().samples_per_batch is None
+
+
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_real_targets_are_trained_as_in_the_paper(name):
     config, _ = parse("ecospec-train predictor", TrainConfig, ["--config", f"{name}/predictor"])

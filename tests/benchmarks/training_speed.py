@@ -22,7 +22,7 @@ import lightning
 import numpy as np
 import torch
 
-from ecospec.data.module import Batch, BatchLimits, TrainBatches
+from ecospec.data.module import Batch, BatchLimits, TraceDataModule
 from ecospec.data.traces import Trace, read_traces
 from ecospec.predictor.config import TrainConfig
 from ecospec.predictor.fit import build_predictor
@@ -102,9 +102,9 @@ def measure(items: list[Trace], windows: int, steps: int) -> list[tuple[float, f
     shape = MoeShape("qwen3_moe", tuple(range(L)), E, K, V, D, L)
     predictor = build_predictor(config, shape, "hash", torch.randn(V, D)).train()
     timed = Windows(BareLoop(copy.deepcopy(predictor), config), steps)
-    batches = TrainBatches(items, BatchLimits(config.batch_size, config.tokens_per_batch), config.seed)
-    module = PredictorModule(predictor, config, len(items))
-    run_trainer(make_trainer(config, callbacks=(timed,)), module, EndlessBatches(batches))
+    data = TraceDataModule(items, [], BatchLimits(tokens=config.tokens_per_batch))
+    module, batches = PredictorModule(predictor, config, len(items)), EndlessBatches(data.train_dataloader())
+    run_trainer(make_trainer(config, callbacks=(timed,)), module, batches)
     return timed.seconds[1:]
 
 
