@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from ecospec.configs.errors import InputError
 from ecospec.configs.files import read_json, replace_folder, write_json
 from ecospec.data.module import Batch
+from ecospec.predictor.base import RoutingModel
 from ecospec.predictor.config import TrainConfig
 from ecospec.predictor.lightning import PredictorModule
-from ecospec.predictor.model import ExpertPredictor
 from ecospec.predictor.overlap import Overlap
 
 RUN, BEST = "run.json", "best"
@@ -55,7 +55,7 @@ def state_to_resume(folder: Path, run: dict) -> Path | None:
     return folder / left["last"]
 
 
-def save_predictor(folder: Path, predictor: ExpertPredictor) -> None:
+def save_predictor(folder: Path, predictor: RoutingModel) -> None:
     """Weights in float32, whatever they were trained in, and the configuration."""
     state = {name: weight.detach().float().cpu() for name, weight in predictor.state_dict().items()}
     predictor.save_pretrained(folder, state_dict=state)
@@ -166,7 +166,7 @@ def finish(folder: Path) -> None:
     remove_states(folder)
 
 
-def load_weights(predictor: ExpertPredictor, folder: Path) -> None:
+def load_weights(predictor: RoutingModel, folder: Path) -> None:
     """Give a float32 `predictor` the weights that were kept in `folder`."""
     predictor.load_state_dict(load_file(folder / "model.safetensors"))
 

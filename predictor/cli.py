@@ -21,7 +21,7 @@ def train_predictor(config: TrainConfig) -> None:
     metrics = train(config)
     if metrics is None:  # another process than the first
         return
-    print(table({"predictor": metrics, **metrics["ladder"]}))
+    print(table({metrics["kind"]: metrics, **metrics["ladder"]}))
     print(f"written to {config.output}")
 
 
@@ -32,9 +32,18 @@ def evaluate_predictor(config: TrainConfig) -> None:
 
     prepare_process(config)
     metrics = evaluate(config)
-    print(table({"predictor": metrics, **metrics["ladder"]}))
+    print(table({metrics["kind"]: metrics, **metrics["ladder"]}))
     if config.output is not None:
         print(f"written to {config.output}")
+
+
+def generalise(config: TrainConfig) -> None:
+    """Print how a predictor does on each data set when that is left out, and by the number of tokens trained on."""
+    from ecospec.predictor.generalisation import generalise as measure
+
+    metrics = measure(config)
+    print(generalisation_table(metrics))
+    print(f"written to {config.output}")
 
 
 def train_drafter(config: TrainConfig) -> None:
@@ -57,9 +66,22 @@ def table(rungs: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
+def generalisation_table(metrics: dict) -> str:
+    """One line for each data set, then one for each point of the learning curve."""
+    keys = ("seen", "unseen", "token_seen", "token_unseen")
+    lines = ["".join([f"{'left out':<20}", *(f"{key.replace('_', ' '):>14}" for key in keys)])]
+    for name, row in metrics["generalisation"].items():
+        lines.append("".join([f"{name:<20}", *(f"{row[key]:>14.3f}" for key in keys)]))
+    lines.append(f"{'tokens trained on':<20}{'overlap':>14}{'token':>14}")
+    for point in metrics["learning_curve"]:
+        lines.append(f"{point['tokens']:<20,}{point['overlap']:>14.3f}{point['token']:>14.3f}")
+    return "\n".join(lines)
+
+
 SUBCOMMANDS = (
     cli.Subcommand("predictor", "fit the expert predictor on a trace folder and export it", train_predictor),
     cli.Subcommand("evaluate", "measure an exported predictor, and the simple ones, on traces", evaluate_predictor),
+    cli.Subcommand("generalise", "train on all data sets but one, and on growing parts of the samples", generalise),
     cli.Subcommand("drafter", "fit an EAGLE-3 draft head on a target's own text and export it", train_drafter),
 )
 

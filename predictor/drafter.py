@@ -28,7 +28,6 @@ from ecospec.predictor.checkpoints import write_folder
 from ecospec.predictor.config import HeadConfig, TrainConfig
 from ecospec.predictor.drafter_rollout import DraftBatch, rollout_losses, score, weighted_loss
 from ecospec.predictor.drafter_text import TargetText, read_text
-from ecospec.predictor.evaluation import require_same_target
 from ecospec.predictor.fit import open_traces, prepare_process, training_provenance
 from ecospec.predictor.lightning import LOG_SECONDS, Limits, learning_rate_factor, optimizer_groups
 from ecospec.tracing.target import Target, load_target
@@ -46,7 +45,6 @@ def train_drafter(config: TrainConfig) -> dict:
     train, test = (long_enough(traces, split, config.head.steps) for split in ("train", "test"))
     prepare_process(config)
     target = load_target(config.target)
-    require_same_target(traces, config, target.shape, target.config_sha256)
     model = target.model.requires_grad_(False)
     layers = default_feature_layers(model.config.get_text_config().num_hidden_layers)
     head = new_head(model, config.head, train, config.seed)

@@ -1,9 +1,6 @@
 """From a trace folder to a predictor folder: check, fit, evaluate, export.
 
-The shell around `model`, `lightning` and `evaluation`; what it writes is the contract's predictor folder. It
-never loads the target, only its configuration and its embedding table.
-
-Letters: L MoE layers, E experts, V vocabulary, D embedding width.
+The shell around `task`, `lightning` and `evaluation`; what it writes is the contract's predictor folder.
 """
 
 import logging
@@ -16,14 +13,12 @@ import lightning
 import torch
 import transformers
 from lightning.pytorch.utilities import rank_zero_only
-from torch import Tensor, nn
 
 from ecospec.configs.errors import InputError
 from ecospec.configs.files import provenance, require_new_folder, write_json
 from ecospec.data.module import BatchLimits, TraceDataModule
-from ecospec.data.traces import TraceSet, read_traces
-from ecospec.predictor.backbone import FRESH_RMS, backbone_config, pretrained_backbone
-from ecospec.predictor.base import embedding_hash
+from ecospec.data.traces import TraceSet
+from ecospec.predictor.base import RoutingModel
 from ecospec.predictor.checkpoints import (
     BEST,
     Checkpoints,
@@ -37,12 +32,10 @@ from ecospec.predictor.checkpoints import (
     write_folder,
 )
 from ecospec.predictor.config import TrainConfig
-from ecospec.predictor.embedding import load_embedding
-from ecospec.predictor.evaluation import evaluate, require_same_target
+from ecospec.predictor.evaluation import evaluate
 from ecospec.predictor.lightning import EndlessBatches, PredictorModule
-from ecospec.predictor.model import ExpertPredictor, ExpertPredictorConfig
+from ecospec.predictor.task import Samples, open_target_traces, open_task
 from ecospec.predictor.trainer import make_trainer, run_trainer
-from ecospec.tracing.target import MoeShape, config_hash, load_target_config, shape_of
 
 
 def train_predictor(config: TrainConfig) -> dict | None:
@@ -54,16 +47,13 @@ def train_predictor(config: TrainConfig) -> dict | None:
     """
     traces = open_traces(config)
     require_answers(traces, config)
-    model_config = load_target_config(config.target)
-    shape = shape_of(model_config, config.target.trust_remote_code)
-    require_same_target(traces, config, shape, config_hash(model_config))
     prepare_process(config)
-    predictor = build_predictor(config, shape, config_hash(model_config), load_embedding(config.target))
-    training = fit(predictor, traces, config)
+    task = open_task(config, traces)
+    training = fit(task.model, task.traces, config)
     if rank_zero_only.rank != 0:
         return None
-    metrics = evaluate(predictor, traces)
-    write_folder(Path(config.output), lambda folder: _write(folder, predictor, metrics, config, traces, training))
+    metrics = evaluate(task.model, task.traces)
+    write_folder(Path(config.output), lambda folder: _write(folder, task.model, metrics, config, traces, training))
     finish(training_folder(config))
     return metrics
 
@@ -77,32 +67,7 @@ def require_answers(traces: TraceSet, config: TrainConfig) -> None:
             )
 
 
-def build_predictor(config: TrainConfig, shape: MoeShape, config_sha256: str, table_VD: Tensor) -> ExpertPredictor:
-    """A predictor for the target with this shape and embedding table, its backbone fresh or from `backbone.path`."""
-    torch.manual_seed(config.seed)
-    predictor_config = ExpertPredictorConfig(
-        backbone=backbone_config(config.backbone),
-        num_layers=len(shape.layers),
-        num_experts=shape.num_experts,
-        num_experts_per_tok=shape.top_k,
-        moe_layers=list(shape.layers),
-        target=config.target.name,
-        target_config_sha256=config_sha256,
-        vocab_size=table_VD.shape[0],
-        embedding_size=table_VD.shape[1],
-        embedding_sha256=embedding_hash(table_VD),
-    )
-    predictor, fed_rms = ExpertPredictor(predictor_config), FRESH_RMS
-    if config.backbone.path is not None and config.backbone.pretrained:
-        predictor.backbone, fed_rms = pretrained_backbone(config.backbone.path)
-    if config.gradient_checkpointing:
-        predictor.backbone.activation_checkpointing_enable()
-    rms = table_VD.float().square().mean().sqrt()
-    nn.init.normal_(predictor.projection.weight, std=float(fed_rms / (rms * table_VD.shape[1] ** 0.5)))
-    return predictor.attach_embedding(table_VD)
-
-
-def fit(predictor: ExpertPredictor, traces: TraceSet, config: TrainConfig) -> dict:
+def fit(model: RoutingModel, traces: TraceSet | Samples, config: TrainConfig) -> dict:
     """Train in place on the `train` samples until the first limit; returns steps, seconds, samples and tokens seen.
 
     Where `output` is given, a state that the same command left behind is resumed, what `checkpoints` says is kept, and
@@ -111,11 +76,11 @@ def fit(predictor: ExpertPredictor, traces: TraceSet, config: TrainConfig) -> di
     """
     train, held_out = ([item for item in traces if item.split == split] for split in ("train", "test"))
     data = TraceDataModule(train, held_out, BatchLimits(config.samples_per_batch, config.tokens_per_batch), config.seed)
-    module = PredictorModule(predictor.train(), config, len(train))
+    module = PredictorModule(model.train(), config, len(train))
     if config.output is None:
         trainer, kept = make_trainer(config), {}
         run_trainer(trainer, module, EndlessBatches(data.train_dataloader()))
-        predictor.float()
+        model.float()
     else:
         trainer, kept = _fit_with_checkpoints(module, data, config, traces)
     counts = {"seconds": module.seconds, "samples": len(train), "tokens_seen": module.tokens}
@@ -123,7 +88,7 @@ def fit(predictor: ExpertPredictor, traces: TraceSet, config: TrainConfig) -> di
 
 
 def _fit_with_checkpoints(
-    module: PredictorModule, data: TraceDataModule, config: TrainConfig, traces: TraceSet
+    module: PredictorModule, data: TraceDataModule, config: TrainConfig, traces: TraceSet | Samples
 ) -> tuple[lightning.Trainer, dict]:
     folder = training_folder(config)
     run = identity(config, traces.manifest["parts"])
@@ -142,14 +107,17 @@ def _fit_with_checkpoints(
 
 
 def open_traces(config: TrainConfig) -> TraceSet:
-    """The traces to learn from. Raises InputError for a missing key, no limit of training, or an output in use."""
+    """The traces to learn from.
+
+    Raises InputError for a missing key, no limit of training, an output in use, and traces of another target.
+    """
     for key in ("traces", "output"):
         if getattr(config, key) is None:
             raise InputError(f"--{key}: missing; give a folder")
     if (config.max_minutes, config.max_steps, config.max_epochs) == (None, None, None):
         raise InputError("--max_minutes: training has no limit; give max_minutes, max_steps or max_epochs")
     require_new_folder(Path(config.output), config.overwrite, "metrics.json")
-    return read_traces(config.traces)
+    return open_target_traces(config)
 
 
 def training_provenance(config: TrainConfig, traces: TraceSet) -> dict:
@@ -173,8 +141,8 @@ def prepare_process(config: TrainConfig) -> None:
 
 
 def _write(
-    folder: Path, predictor: ExpertPredictor, metrics: dict, config: TrainConfig, traces: TraceSet, training: dict
+    folder: Path, model: RoutingModel, metrics: dict, config: TrainConfig, traces: TraceSet, training: dict
 ) -> None:
-    save_predictor(folder, predictor)
+    save_predictor(folder, model)
     write_json(folder / "metrics.json", metrics)
     write_json(folder / "provenance.json", training_provenance(config, traces) | {"training": training})

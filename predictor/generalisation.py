@@ -5,8 +5,8 @@ those of the `test` split; the `token` table, counted on the same samples, stand
 """
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,28 +17,11 @@ from ecospec.configs.progress import progress
 from ecospec.data.traces import Trace, TraceSet
 from ecospec.predictor.config import TrainConfig
 from ecospec.predictor.evaluation import evaluate
+from ecospec.predictor.fit import fit, open_traces, prepare_process, require_answers
 from ecospec.predictor.generalisation_report import render_generalisation
-from ecospec.predictor.fit import fit
-from ecospec.predictor.task import open_task
+from ecospec.predictor.task import Samples, open_task, some
 
 SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)  # of the training samples, for the learning curve
-
-
-@dataclass(frozen=True)
-class Samples(Sequence[Trace]):
-    """Some samples of a trace folder, with the shape of its routing."""
-
-    items: list[Trace]
-    num_layers: int
-    num_experts: int
-    top_k: int
-    manifest: dict
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, index: int) -> Trace:
-        return self.items[index]
 
 
 def generalise(config: TrainConfig) -> dict:
@@ -49,12 +32,15 @@ def generalise(config: TrainConfig) -> dict:
     held-out overlap of both. The other numbers are those of the model that saw everything. Raises InputError as
     training does, and for traces of a single data set.
     """
-    task = open_task(config)
-    names = sorted({item.dataset for item in task.traces})
+    traces = open_traces(config)
+    require_answers(traces, config)
+    names = sorted({item.dataset for item in traces})
     if len(names) < 2:
         raise InputError(
             f"--traces {config.traces}: all samples are of {names[0]}; leaving one out takes two data sets"
         )
+    prepare_process(config)
+    task = open_task(config, traces)
     subsets = {name: without(task.traces, name) for name in names}
     subsets |= {share: part_of(task.traces, share, config.seed) for share in SHARES}
     limits = replace(config, output=None, validate_every=0, early_stopping=None)
@@ -74,12 +60,12 @@ def generalise(config: TrainConfig) -> dict:
     return metrics
 
 
-def without(traces: TraceSet, dataset: str) -> Samples:
+def without(traces: TraceSet | Samples, dataset: str) -> Samples:
     """The training samples of the other data sets, and all held-out samples."""
     return _some(traces, lambda item: item.split == "test" or item.dataset != dataset)
 
 
-def part_of(traces: TraceSet, share: float, seed: int) -> Samples:
+def part_of(traces: TraceSet | Samples, share: float, seed: int) -> Samples:
     """A share of the training samples, each smaller one a part of the larger, and all held-out samples."""
     train = [item.key for item in traces if item.split == "train"]
     order = np.random.default_rng(seed).permutation(len(train))
@@ -87,9 +73,8 @@ def part_of(traces: TraceSet, share: float, seed: int) -> Samples:
     return _some(traces, lambda item: item.split == "test" or item.key in kept)
 
 
-def _some(traces: TraceSet, wanted: Callable[[Trace], bool]) -> Samples:
-    shape = (traces.num_layers, traces.num_experts, traces.top_k)
-    return Samples([item for item in traces if wanted(item)], *shape, traces.manifest)
+def _some(traces: TraceSet | Samples, wanted: Callable[[Trace], bool]) -> Samples:
+    return some(traces, [item for item in traces if wanted(item)])
 
 
 def _seen_and_unseen(name: str, seen: dict, unseen: dict) -> dict:

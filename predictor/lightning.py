@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ecospec.configs.errors import DamageError
 from ecospec.data.module import Batch, TrainBatches
+from ecospec.predictor.base import RoutingModel
 from ecospec.predictor.config import TrainConfig
 from ecospec.predictor.loss import batch_loss, excess_loss
-from ecospec.predictor.model import ExpertPredictor
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class PredictorModule(lightning.LightningModule):
 
     def __init__(
         self,
-        predictor: ExpertPredictor,
+        predictor: RoutingModel,
         config: TrainConfig,
         num_samples: int,
         seconds_now: Callable[[], float] = time.monotonic,

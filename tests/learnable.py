@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from ecospec.predictor import task
 from ecospec.predictor.config import BackboneConfig, TrainConfig
-from ecospec.predictor.fit import build_predictor, fit
+from ecospec.predictor.fit import fit
 from ecospec.predictor.model import ExpertPredictor
 from ecospec.tracing.target import MoeShape
 
@@ -44,8 +45,16 @@ def options(**changes: object) -> TrainConfig:
     return TrainConfig(**base | {"loggers": ["csv"]} | changes)
 
 
+def fresh_predictor(
+    config: TrainConfig, shape: MoeShape, config_sha256: str, table_VD: torch.Tensor
+) -> ExpertPredictor:
+    """A predictor, seeded as training does, for a target of which only this is known."""
+    torch.manual_seed(config.seed)
+    return task.new_predictor(config, task.identity_of(config, shape, config_sha256, table_VD))
+
+
 def new_predictor(config: TrainConfig) -> ExpertPredictor:
-    return build_predictor(config, SHAPE, "hash", TABLE)
+    return fresh_predictor(config, SHAPE, "hash", TABLE)
 
 
 def trained(traces: MemoryTraces, config: TrainConfig) -> tuple[ExpertPredictor, dict]:

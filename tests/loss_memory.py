@@ -19,12 +19,13 @@ from torch import nn
 from ecospec.data.module import Batch
 from ecospec.predictor.loss import CHUNK_TOKENS, batch_loss, expert_loss
 from ecospec.predictor.overlap import Overlap
+from tests.halves import ReadsTokens
 
 H, K = 64, 8
 ROOT = Path(__file__).resolve().parent.parent
 
 
-class Halves(nn.Module):
+class Halves(ReadsTokens, nn.Module):
     """A predictor whose backbone is a table."""
 
     def __init__(self, num_layers: int, num_experts: int) -> None:

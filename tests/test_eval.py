@@ -19,9 +19,9 @@ from ecospec.inference.drafters.eagle3 import Eagle3Head
 from ecospec.inference.evaluate import sample_seed
 from ecospec.predictor.config import BackboneConfig, TrainConfig
 from ecospec.predictor.embedding import load_embedding
-from ecospec.predictor.fit import build_predictor
 from ecospec.tracing.cli import main as trace
 from ecospec.tracing.target import config_hash, load_target, load_target_config, shape_of
+from tests.learnable import fresh_predictor
 from tests.stand_ins import DraftMLPStandIn, LinearStandIn
 from tests.tiny import VOCABULARY, tiny_target_folder
 
@@ -50,7 +50,7 @@ def save_predictor(folder, target):
     config = TrainConfig(target=TargetConfig(name=str(target)), backbone=BackboneConfig(hidden_size=32))
     model_config = load_target_config(config.target)
     shape = shape_of(model_config)
-    predictor = build_predictor(config, shape, config_hash(model_config), load_embedding(config.target))
+    predictor = fresh_predictor(config, shape, config_hash(model_config), load_embedding(config.target))
     predictor.save_pretrained(folder)
     metrics = {"overlap": 0.5, "ladder": {"token": {"overlap": 0.4}}}
     (folder / "metrics.json").write_text(json.dumps(metrics))

@@ -27,6 +27,7 @@ from ecospec.predictor.metrics import (
     top_experts,
 )
 from ecospec.predictor.simple import fit_frequency, fit_token
+from tests.halves import ReadsTokens
 from tests.loss_memory import peaks
 from tests.stand_ins import tiny_predictor
 
@@ -60,7 +61,7 @@ def random_traces(seed: int, size: int = 12) -> MemoryTraces:
     return MemoryTraces(random_item(rng, "test" if i % 3 == 0 else "train", "ab"[i % 2]) for i in range(size))
 
 
-class StandIn(nn.Module):
+class StandIn(ReadsTokens, nn.Module):
     """The two halves of a predictor: a table for the backbone, and a linear head."""
 
     def __init__(self, seed: int, num_layers: int = L, num_experts: int = E, width: int = 6) -> None:
@@ -264,7 +265,7 @@ def test_knowing_the_routing_gives_overlap_one_and_no_excess_loss():
 
     def oracle(item: SimpleNamespace) -> tuple[torch.Tensor, ...]:
         chosen = torch.from_numpy(item.experts.astype(np.int64))
-        return torch.full((*chosen.shape[:2], E), -1e4).scatter_(-1, chosen, 0.0).split(4)
+        return [torch.full((*chosen.shape[:2], E), -1e4).scatter_(-1, chosen, 0.0).split(4)]
 
     metrics = measure(oracle, traces)
     assert metrics["overlap"] == metrics["overlap_all"] == metrics["overlap_train"] == 1.0
@@ -278,7 +279,7 @@ def test_traces_without_held_out_answers_are_refused():
     traces = MemoryTraces(item for item in random_traces(0) if item.split == "train")
     frequency = fit_frequency(traces)
     with pytest.raises(InputError, match="test samples have no answer positions"):
-        measure(lambda item: [frequency.logits(item.input_ids)], traces)
+        measure(lambda item: [[frequency.logits(item.input_ids)]], traces)
 
 
 def brute_force_top(counts: Counter, ties: Counter) -> list[int]:

@@ -22,13 +22,13 @@ from ecospec.data.traces import read_traces
 from ecospec.predictor import cli
 from ecospec.predictor.config import TrainConfig
 from ecospec.predictor.evaluation import evaluate
-from ecospec.predictor.fit import build_predictor, require_answers
+from ecospec.predictor.fit import require_answers
 from ecospec.predictor.lightning import FINAL_FACTOR, EndlessBatches, Limits, PredictorModule, learning_rate_factor
 from ecospec.predictor.model import ExpertPredictor
 from ecospec.predictor.trainer import make_trainer, run_trainer
 from ecospec.tracing.cli import main as trace_main
 from ecospec.tracing.target import MoeShape
-from tests.learnable import SHAPE, TABLE, E, learnable_traces, options, trained
+from tests.learnable import SHAPE, TABLE, E, fresh_predictor, learnable_traces, options, trained
 from tests.tiny import tiny_target_folder
 
 ROW_KEYS = {
@@ -52,7 +52,7 @@ def test_fifty_steps_beat_frequency_on_a_learnable_trace(seed):
     assert training["steps"] == 50
     assert metrics["overlap"] > metrics["ladder"]["frequency"]["overlap"] + 0.2
     assert metrics["excess_loss"] < metrics["ladder"]["frequency"]["excess_loss"] - 0.2
-    assert ROW_KEYS | {"ladder"} == set(metrics)
+    assert ROW_KEYS | {"ladder", "kind"} == set(metrics)
     assert all(set(rung) == ROW_KEYS for rung in metrics["ladder"].values())
     assert metrics["ladder"]["token"]["overlap_by_layer"][0] == 1.0  # counting tokens knows the layer that follows them
 
@@ -127,7 +127,7 @@ def test_the_learning_rate_falls_with_elapsed_time_when_time_is_the_limit():
             return super().training_step(batch, batch_idx)
 
     config = options(max_minutes=1.0, warmup_steps=0)
-    predictor = build_predictor(config, SHAPE, "hash", TABLE)
+    predictor = fresh_predictor(config, SHAPE, "hash", TABLE)
     module = SixSecondSteps(predictor, config, len(traces), seconds_now=lambda: now[0])
     batches = EndlessBatches(TrainBatches(traces, BatchLimits(tokens=config.tokens_per_batch), seed=0))
     run_trainer(make_trainer(config), module, batches)
@@ -158,11 +158,11 @@ def test_the_command_writes_the_predictor_folder_and_a_table(recorded, tiny_targ
     assert cli.main(command(tiny_target, recorded, output)) == 0
     assert {p.name for p in output.iterdir()} == {"config.json", "model.safetensors", "metrics.json", "provenance.json"}
     metrics = json.loads((output / "metrics.json").read_text())
-    assert ROW_KEYS | {"ladder"} == metrics.keys()
-    assert metrics["ladder"].keys() == {"frequency", "token"}
+    assert ROW_KEYS | {"ladder", "kind"} == metrics.keys()
+    assert metrics["kind"] == "predictor" and metrics["ladder"].keys() == {"frequency", "last_step", "token"}
     assert math.isfinite(metrics["excess_loss"]) and 0 < metrics["overlap"] <= 1
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[1:4]] == ["predictor", "frequency", "token"]
+    assert [line.split()[0] for line in lines[1:5]] == ["predictor", "frequency", "last_step", "token"]
     assert lines[1].split()[1] == f"{metrics['overlap']:.3f}"
     provenance = json.loads((output / "provenance.json").read_text())
     assert provenance["training"]["steps"] == 20
@@ -367,7 +367,7 @@ def test_the_shipped_configuration_parses_and_fits_its_budget():
     config, _ = parse("ecospec-train predictor", TrainConfig, ["--config", "lab/predictor"])
     assert config.max_minutes == 2.0
     lab = MoeShape("qwen3_moe", tuple(range(8)), 64, 8, 64, 128, 8)
-    predictor = build_predictor(config, lab, "hash", torch.randn(64, 128))
+    predictor = fresh_predictor(config, lab, "hash", torch.randn(64, 128))
     assert 300_000 < predictor.num_parameters() <= 600_000
 
 

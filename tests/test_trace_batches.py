@@ -15,6 +15,7 @@ import torch
 from ecospec.data import module
 from ecospec.data.module import BatchLimits, HeldOutBatches, TraceDataModule, TrainBatches, collate, group_by_length
 from ecospec.predictor.overlap import Overlap
+from tests.halves import ReadsTokens
 
 L, E, K = 3, 10, 3
 LIMITS = [BatchLimits(tokens=120), BatchLimits(samples=8), BatchLimits(samples=5, tokens=150)]
@@ -152,7 +153,7 @@ def test_nothing_held_out_is_no_batch():
     assert list(HeldOutBatches([], LIMITS[0])) == []
 
 
-class Table(torch.nn.Module):
+class Table(ReadsTokens, torch.nn.Module):
     """A predictor that knows the token only."""
 
     def __init__(self, seed: int) -> None:

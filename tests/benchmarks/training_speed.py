@@ -25,7 +25,6 @@ import torch
 from ecospec.data.module import Batch, BatchLimits, TraceDataModule
 from ecospec.data.traces import Trace, read_traces
 from ecospec.predictor.config import TrainConfig
-from ecospec.predictor.fit import build_predictor
 from ecospec.predictor.lightning import EndlessBatches, PredictorModule, optimizer_groups
 from ecospec.predictor.loss import batch_loss
 from ecospec.predictor.trainer import make_trainer, run_trainer
@@ -33,6 +32,7 @@ from ecospec.tracing.layout import MANIFEST, encode_experts, id_dtype
 from ecospec.tracing.store import TraceFolder
 from ecospec.tracing.target import MoeShape
 from tests.benchmarks import stats_speed
+from tests.learnable import fresh_predictor
 
 LIMIT = 0.95
 L, E, K, V, D = 8, 64, 8, 2048, 128
@@ -100,7 +100,7 @@ def measure(items: list[Trace], windows: int, steps: int) -> list[tuple[float, f
     config = TrainConfig(max_steps=(windows + 1) * steps, tokens_per_batch=4096, threads=1)
     torch.set_num_threads(config.threads)
     shape = MoeShape("qwen3_moe", tuple(range(L)), E, K, V, D, L)
-    predictor = build_predictor(config, shape, "hash", torch.randn(V, D)).train()
+    predictor = fresh_predictor(config, shape, "hash", torch.randn(V, D)).train()
     timed = Windows(BareLoop(copy.deepcopy(predictor), config), steps)
     data = TraceDataModule(items, [], BatchLimits(tokens=config.tokens_per_batch))
     module, batches = PredictorModule(predictor, config, len(items)), EndlessBatches(data.train_dataloader())
