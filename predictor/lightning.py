@@ -117,7 +117,7 @@ class PredictorModule(lightning.LightningModule):
             self.trainer.should_stop = True
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        torch.manual_seed(hash((self.options.seed, self.global_rank, batch_idx)))  # a resumed run drops out the same
+        self._seed(hash((self.options.seed, self.global_rank, batch_idx)))  # a resumed run drops out the same
         for group in self.optimizers().param_groups:
             group["lr"] = self.learning_rate()
 
@@ -176,6 +176,12 @@ class PredictorModule(lightning.LightningModule):
         """A log line about the last step, from the first process only."""
         if self.trainer.is_global_zero:
             log.info("step %d: %s", self.global_step, what)
+
+    def _seed(self, value: int) -> None:
+        """`torch.manual_seed` for the devices in use: looking for all others takes longer than a small step."""
+        torch.default_generator.manual_seed(value)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(value)
 
     def _count(self, batch: Batch, loss: float) -> None:
         """Add this batch of all processes to the counts, and take over the first one's clock."""

@@ -105,8 +105,14 @@ class DraftMLP(RoutingModel):
         return self.norm(hidden)
 
     def read(self, batch: "Batch", chosen_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """See `RoutingModel`: each chosen position once at every depth, N = A · positions."""
+        """See `RoutingModel`: each chosen position once at every depth, N = A · positions; in training at one of them.
+
+        Which one is drawn: the depths of a position teach nearly the same, and cost as much as other positions would.
+        """
         fed_ANF = batch.fed.transpose(0, 1)[:, chosen_BT]
+        if self.training:
+            depths_1NF = torch.randint(len(fed_ANF), (1, fed_ANF.shape[1], 1), device=fed_ANF.device)
+            fed_ANF = fed_ANF.gather(0, depths_1NF.expand(-1, -1, fed_ANF.shape[2]))
         ids_AN = batch.input_ids[chosen_BT].expand(len(fed_ANF), -1)
         return self.hidden(ids_AN, fed_ANF).flatten(0, 1), batch.experts[chosen_BT].repeat(len(fed_ANF), 1, 1)
 

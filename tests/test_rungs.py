@@ -83,7 +83,7 @@ def test_a_draft_mlp_sees_each_node_alone(seed):
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("make", (linear, draft_mlp))
 def test_what_is_learnt_of_a_padded_batch_is_what_is_learnt_of_its_samples(make, seed):
-    model, items = make(seed), fed_items(seed)
+    model, items = make(seed).eval(), fed_items(seed)
     together, experts = model.read(batch := collate(items), batch.tokens())
     apart = [model.read(batch := collate([item]), batch.tokens()) for item in items]
     copies = len(together) // sum(len(item.input_ids) for item in items)
@@ -91,6 +91,21 @@ def test_what_is_learnt_of_a_padded_batch_is_what_is_learnt_of_its_samples(make,
     for found, parts in ((together, [h for h, _ in apart]), (experts, [e for _, e in apart])):
         by_copy = torch.cat([part.unflatten(0, (copies, -1)) for part in parts], dim=1).flatten(0, 1)
         assert torch.allclose(found.float(), by_copy.float(), atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_in_training_a_draft_mlp_reads_each_position_at_one_depth_and_in_time_at_all(seed):
+    model, batch = draft_mlp(seed), collate(fed_items(seed))
+    every, experts_XLK = model.eval().read(batch, batch.tokens())
+    by_depth_ANH = every.unflatten(0, (STEPS + 1, -1))
+    depths = set()
+    for _ in range(20):
+        hidden_NH, experts_NLK = model.train().read(batch, batch.tokens())
+        assert torch.equal(experts_NLK, experts_XLK[: len(hidden_NH)])
+        distance_AN = (by_depth_ANH - hidden_NH).abs().amax(-1)
+        assert (distance_AN.amin(0) < 1e-5).all()
+        depths |= set(distance_AN.argmin(0).tolist())
+    assert depths == set(range(STEPS + 1))
 
 
 @pytest.mark.parametrize("make", (linear, draft_mlp))
