@@ -57,7 +57,7 @@ class MLPConfig:
     """Width of a draft MLP."""
     intermediate_size: int = 512
     """Width inside each of its blocks."""
-    num_blocks: int = 2
+    num_blocks: int = 1
     """Gated blocks, one after the other."""
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ of a steps), F width of the draft head.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -52,7 +53,7 @@ def read_fed(model: nn.Module, head: Eagle3Head, items: Sequence[Trace], steps: 
     lengths = [len(item.input_ids) for item in items]
     groups = group_by_length(lengths, BatchLimits(tokens=READ_TOKENS), seed=0, epoch=0)
     for indices in progress(groups, "batches of text through target and head"):
-        texts = [torch.from_numpy(items[index].input_ids).long() for index in indices]
+        texts = [torch.from_numpy(items[index].input_ids.astype(np.int64)) for index in indices]
         ids_BT = pad_sequence(texts, batch_first=True).to(model.device)
         with FeatureTap(model, head.feature_layers) as tap:
             features_BTF = tap.read(model.base_model(ids_BT, use_cache=False, **tap.options))

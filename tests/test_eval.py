@@ -29,8 +29,8 @@ PROMPTS = ["What is two and two?", "Name a colour.", "Say why."]
 BASELINES = '{"label": "plain", "drafter": "none"}, {"label": "stock", "drafter": "hf_greedy"}'
 
 
-def save_head(folder, vocab_size=VOCABULARY, hidden_size=32):
-    torch.manual_seed(0)
+def save_head(folder, vocab_size=VOCABULARY, hidden_size=32, seed=0):
+    torch.manual_seed(seed)
     config = LlamaConfig(
         hidden_size=hidden_size,
         intermediate_size=48,
