@@ -17,6 +17,7 @@ from ecospec.inference.evaluate import evaluate, sample_seed, sampling_options
 from ecospec.inference.generation import generate_with
 from ecospec.inference.offline import TREES
 from ecospec.inference.treefile import read_trees
+from ecospec.predictor.loading import KINDS
 from ecospec.tracing.check import check_folder
 from ecospec.tracing.recorder import RoutingRecorder
 from ecospec.tracing.statistics import Tally, summarise
@@ -122,15 +123,14 @@ def test_the_target_has_the_promised_shape(target):
     assert target.model.config.max_position_embeddings == 2048
 
 
-def test_drafter_and_predictor_are_at_most_half_the_active_target(target):
+def test_drafter_and_predictors_are_at_most_half_the_active_target(target):
     routed = sum(p.numel() for name, p in target.model.named_parameters() if ".experts." in name)
     others = sum(p.numel() for name, p in target.model.named_parameters() if ".experts." not in name)
     embedding = target.model.get_input_embeddings().weight.numel()
     active = others - embedding + routed * target.shape.top_k / target.shape.num_experts
     workshop = Workshop(target)
     head = workshop.drafter(DrafterConfig()).head
-    predictor = workshop.trained("predictor", lab_folder("predictor"))
-    for part in (head, predictor):
+    for part in (head, *(workshop.trained(kind, lab_folder(kind)) for kind in KINDS)):
         assert sum(p.numel() for p in part.parameters()) <= active / 2
 
 

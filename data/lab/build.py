@@ -1,7 +1,7 @@
 """Rebuild the lab from text: `python -m ecospec.data.lab.build --text-dir DIR [--work-dir DIR] [--stage NAME]`.
 
 Stages, in order: `target` (tokenizer, target, and the dense yardstick it is measured against), `traces` (the target's
-own text on training prompts), `drafter`, `predictor`, `trees` (draft pools along the train prompts), `card`. Each saves
+own text on training prompts), `drafter`, `predictor` (of every kind), `trees` (draft pools along the train prompts), `card`. Each saves
 its state in the work folder every few minutes and goes on from there when run again; what is shipped is written beside
 this file.
 """
@@ -10,8 +10,10 @@ import argparse
 import itertools
 import json
 import logging
+import shutil
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,12 +25,14 @@ from ecospec.data.lab import card, corpus, measure, pretrain, target
 from ecospec.data.lab.polish import Polish, polish
 from ecospec.inference import cli as decode_cli
 from ecospec.predictor import cli as train_cli
+from ecospec.predictor.loading import KINDS
 from ecospec.tracing import cli as trace_cli
 
 LAB = Path(__file__).resolve().parent
 DENSE_LEARNING_RATES = (2e-3, 4e-3, 8e-3)
 TUNING_TOKENS = 1_500_000
 TRACED_PROMPTS = 1500  # per domain
+LADDER_MINUTES = 28  # of training for each kind, on one thread
 SHIPPED_TRACES = SHIPPED_TREES = 40  # prompts per domain
 log = logging.getLogger(__name__)
 
@@ -72,14 +76,19 @@ class Recipe:
         _command(train_cli.main, "drafter", *options, "--output", LAB / "drafter")
 
     def predictor(self) -> None:
-        """Fit the shipped predictor with the product's own command, longer than the demo does."""
-        options = ["--config", "lab/predictor", "--traces", self.work / "traces", "--overwrite", "--max-minutes", "10"]
-        _command(train_cli.main, "predictor", *options, "--output", LAB / "predictor")
+        """Fit the shipped predictor and the cheaper kinds beside it, longer than the demo does, on the same traces."""
+        own = ["--config", "lab/predictor", "--traces", self.work / "traces", "--max-minutes", LADDER_MINUTES]
+        own += ["--validate-every", "2000", "--early-stopping", "4", "--overwrite"]
+        sizes = ["--backbone.hidden_size", "152", "--backbone.intermediate_size", "352"]
+        for kind in KINDS:
+            trained = self.work / kind
+            _command(train_cli.main, "predictor", *own, *sizes, "--kind", kind, "--output", trained)
+            replace_folder(LAB / kind, partial(shutil.copytree, trained, dirs_exist_ok=True))
 
     def trees(self) -> None:
         """Record the pools of the shipped drafter and predictor along the train prompts."""
         datasets = ",".join(f"lab/train/{domain}" for domain in corpus.DOMAINS)
-        options = ["--target.dtype", "float32", "--datasets", datasets, "--samples", SHIPPED_TREES]
+        options = ["--config", "lab/ladder", "--datasets", datasets, "--samples", SHIPPED_TREES]
         options += ["--max-new-tokens", "48", "--overwrite"]
         _command(decode_cli.main, "record", *options, "--output", LAB / "trees")
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ecospec.configs.files import sha256_file
-from ecospec.configs.schema import PredictorConfig, PromptConfig, TargetConfig
+from ecospec.configs.schema import PromptConfig, TargetConfig
 from ecospec.data.lab import measure
 from ecospec.data.lab.corpus import DOMAINS, Document
 from ecospec.data.lab.polish import Polish, decode_greedily
@@ -74,7 +74,7 @@ def fresh_overlap(target: Target, traces: Path) -> dict[str, float]:
     """Overlap on greedy answers to the test prompts, before the first repeated 8-gram: predictor and simple tables."""
     recorded = read_traces(traces)
     token = fit_token(recorded, target.shape.vocab_size)
-    predictor = Workshop(target).predictor(PredictorConfig())
+    predictor = Workshop(target).trained("predictor", lab_folder("predictor"))
     rungs = {
         "frequency": token.frequency.logits,
         "token": token.logits,
