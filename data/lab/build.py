@@ -1,9 +1,9 @@
 """Rebuild the lab from text: `python -m ecospec.data.lab.build --text-dir DIR [--work-dir DIR] [--stage NAME]`.
 
 Stages, in order: `target` (tokenizer, target, and the dense yardstick it is measured against), `traces` (the target's
-own text on training prompts), `drafter`, `predictor` (of every kind), `trees` (draft pools along the train prompts), `card`. Each saves
-its state in the work folder every few minutes and goes on from there when run again; what is shipped is written beside
-this file.
+own text on training prompts), `drafter`, `predictor` (of every kind), `trees` (draft pools along the train prompts),
+`card`. Each saves its state in the work folder every few minutes and goes on from there when run again; what is shipped
+is written beside this file.
 """
 
 import argparse
