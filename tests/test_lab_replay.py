@@ -9,7 +9,9 @@ from ecospec.inference.config import DecodeConfig, MethodConfig
 from ecospec.inference.evaluate import evaluate
 from ecospec.inference.offline import TREES, run_record
 from ecospec.inference.replay import Combination, Replay
+from ecospec.inference.replay_results import ALL, replay
 from ecospec.inference.treefile import read_trees
+from ecospec.predictor.loading import KINDS
 from ecospec.tracing.target import load_target
 
 PROMPTS = {"datasets": ["lab/maths", "lab/code", "lab/terms", "lab/prose"], "samples": 5}
@@ -57,3 +59,22 @@ def test_twenty_prompts_replay_as_they_decode(temperature, tmp_path):
             assert found.emitted_S.tolist() == [step.emitted[0] for step in outcome.run.steps]
             assert found.verified_S.tolist() == [step.verified[0] for step in outcome.run.steps]
             assert found.active_SL.tolist() == [list(step.active_by_layer()) for step in outcome.run.steps]
+
+
+@pytest.mark.slow
+def test_shipped_footprints_keep_most_of_what_oracle_saves(tmp_path):
+    methods = [MethodConfig(source, selection={"footprints": source}) for source in KINDS]
+    config = DecodeConfig(
+        target=TargetConfig(name="lab", dtype="float32"),
+        datasets=PROMPTS["datasets"],
+        max_new_tokens=64,
+        temperature=[0.0],
+        methods=methods,
+    )
+    run_record(config, tmp_path / "trees")
+    combinations = [Combination("marginal", 4, source) for source in ("oracle", "predictor", "draft_mlp")]
+    oracle, *shipped = replay(read_trees(tmp_path / "trees" / TREES), combinations)[-len(combinations) :]
+    for run in shipped:
+        assert run["dataset"] == ALL and run["steps"] >= 4000
+        assert run["saving_kept"] >= 0.6 and run["saving_kept_interval"][0] >= 0.4, run["footprints"]
+        assert run["acceptance_length_regret"] >= -0.01 * oracle["acceptance_length"], run["footprints"]

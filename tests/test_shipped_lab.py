@@ -17,6 +17,8 @@ from ecospec.inference.evaluate import evaluate, sample_seed, sampling_options
 from ecospec.inference.generation import generate_with
 from ecospec.inference.offline import TREES
 from ecospec.inference.treefile import read_trees
+from ecospec.predictor.config import TrainConfig
+from ecospec.predictor.evaluation import evaluate_predictor
 from ecospec.predictor.loading import KINDS
 from ecospec.tracing.check import check_folder
 from ecospec.tracing.recorder import RoutingRecorder
@@ -142,6 +144,12 @@ def test_prompts_are_enough_distinct_and_apart():
         assert sum(prompt.dataset == f"lab/{domain}" for prompt in test) >= 40
     texts = [prompt.text for prompt in train + test]
     assert len(set(texts)) == len(texts)
+
+
+def test_on_traces_it_was_not_trained_on_the_shipped_predictor_beats_the_token_table_by_ten_points():
+    metrics = evaluate_predictor(TrainConfig(traces=str(lab_folder("traces"))))
+    assert metrics["overlap"] >= 0.88
+    assert metrics["overlap"] >= metrics["ladder"]["token"]["overlap"] + 0.10
 
 
 def test_the_shipped_traces_are_sound_and_show_locality():
