@@ -97,7 +97,7 @@ class Windows(lightning.Callback):
 
 def measure(items: list[Trace], windows: int, steps: int) -> list[tuple[float, float, int]]:
     """Seconds of ours and of the bare loop, and tokens, of each window."""
-    config = TrainConfig(max_steps=(windows + 1) * steps, tokens_per_batch=4096, threads=1)
+    config = TrainConfig(max_steps=(windows + 1) * steps, tokens_per_batch=1024, threads=1)
     torch.set_num_threads(config.threads)
     shape = MoeShape("qwen3_moe", tuple(range(L)), E, K, V, D, L)
     predictor = fresh_predictor(config, shape, "hash", torch.randn(V, D)).train()
