@@ -4,6 +4,7 @@ The shell around `task`, `lightning` and `evaluation`; what it writes is the con
 """
 
 import logging
+import os
 import sys
 import warnings
 from dataclasses import asdict
