@@ -45,6 +45,10 @@ class Batch(NamedTuple):
         """Which positions are tokens after the prompt, bool [B, T]."""
         return self.tokens() & (self._positions() >= self.prompt_lens[:, None])
 
+    def on(self, device: torch.device) -> "Batch":
+        """The batch with all tensors on `device`."""
+        return Batch(*(value.to(device) if isinstance(value, Tensor) else value for value in self))
+
     def _positions(self) -> Tensor:
         return torch.arange(self.input_ids.shape[1], device=self.lengths.device)
 

@@ -6,15 +6,15 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ecospec.configs.schema import PredictorConfig, TargetConfig
-from ecospec.inference.assemble import MethodPlan, Workshop
+from ecospec.inference.assemble import MethodPlan, Workshop, source_of
 from ecospec.inference.config import DrafterConfig, SelectionConfig
 from ecospec.inference.decoder import Method
 from ecospec.inference.drafters.base import BatchDrafter, Drafter
-from ecospec.inference.footprints import FootprintSource, PredictorFootprints
+from ecospec.inference.footprints import FootprintSource
 from ecospec.inference.generation import generate_with
 from ecospec.inference.selection import EPSILON
 from ecospec.inference.statistics import Run
-from ecospec.predictor.model import ExpertPredictor
+from ecospec.predictor.base import RoutingModel
 from ecospec.tracing.recorder import RoutingRecorder
 from ecospec.tracing.target import Target, load_target
 
@@ -93,7 +93,7 @@ def generate(
     input_ids: Tensor,
     *,
     drafter: Drafter | BatchDrafter,
-    predictor: ExpertPredictor | FootprintSource | None = None,
+    predictor: RoutingModel | FootprintSource | None = None,
     policy: str = "marginal",
     gamma: int = 4,
     epsilon: float = EPSILON,
@@ -102,11 +102,11 @@ def generate(
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Decode with a loaded Transformers model and any object that has the drafter interface.
 
-    `predictor` is an `ExpertPredictor` with its embedding attached, or any footprint source; `joint`: a batch shares
-    its budget and its experts. The other arguments are those of `EcoSpecDecoder.generate`. The hook for
+    `predictor` is a trained model of any kind with its embedding attached, or any footprint source; `joint`: a batch
+    shares its budget and its experts. The other arguments are those of `EcoSpecDecoder.generate`. The hook for
     `model.generate(custom_generate=…)` is `CustomGenerate(Method(…))`.
     """
-    footprints = PredictorFootprints(predictor) if isinstance(predictor, ExpertPredictor) else predictor
+    footprints = source_of(predictor) if isinstance(predictor, RoutingModel) else predictor
     method = Method(drafter, policy, gamma, epsilon, footprints, joint=joint)
     with RoutingRecorder(model) as recorder:
         return generate_with(model, method, input_ids, recorder=recorder, **generation_kwargs)[0]

@@ -33,7 +33,7 @@ from ecospec.inference.footprints import (
 )
 from ecospec.inference.selection import NEEDS_FOOTPRINTS
 from ecospec.predictor.base import RoutingModel
-from ecospec.predictor.loading import load_predictor, predictor_values
+from ecospec.predictor.loading import kind_of_model, load_predictor, predictor_values
 from ecospec.predictor.simple import fit_tables
 from ecospec.tracing.target import Target, part_folder, resolve_target
 
@@ -112,7 +112,7 @@ class Workshop:
     def method(self, plan: MethodPlan) -> Method:
         """A working method. Raises InputError when head, predictor or traces do not fit the target."""
         selection = plan.selection
-        method = Method(
+        return Method(
             drafter=None if plan.baseline else self.drafter(plan.drafter),
             policy=selection.policy,
             gamma=selection.gamma,
@@ -120,9 +120,6 @@ class Workshop:
             footprints=self.footprints(plan) if plan.needs_footprints else None,
             joint=selection.joint,
         )
-        if plan.footprints == "draft_mlp":
-            self.trained("draft_mlp", plan.trained_folder).require_head(self.head(plan.drafter))
-        return method
 
     def drafter(self, config: DrafterConfig) -> BatchDrafter:
         """A drafter of its own, on a head that may be shared. Raises InputError when it does not fit the target."""
@@ -150,7 +147,10 @@ class Workshop:
         """A source of the method's own, on a model that may be shared. Raises InputError when it does not fit."""
         source, num_experts = plan.selection.footprints, self.target.shape.num_experts
         if source in TRAINED:
-            return TRAINED[source](self.trained(source, plan.trained_folder))
+            model = self.trained(source, plan.trained_folder)
+            if source == "draft_mlp" and plan.drafter.kind in ("eagle3", "mtp"):  # others have no hidden input to give
+                model.require_head(self.head(plan.drafter), plan.drafter.steps)
+            return TRAINED[source](model)
         if source == "last_step":
             return LastStepFootprints(num_experts)
         if source not in COUNTED:
@@ -173,6 +173,11 @@ class Workshop:
     def _tables(self) -> dict:
         traces = open_traces(self.traces, self.target.shape.counts, self.target.config_sha256)
         return fit_tables(traces, self.target.shape.vocab_size)
+
+
+def source_of(model: RoutingModel) -> FootprintSource:
+    """What runs a trained model, whichever kind it is."""
+    return TRAINED[kind_of_model(model)](model)
 
 
 def load_trained(source: str, folder: Path) -> RoutingModel:

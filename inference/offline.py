@@ -18,6 +18,7 @@ from ecospec.inference.record import TreeRecorder
 from ecospec.inference.replay import Tables, combinations
 from ecospec.inference.replay_results import replay
 from ecospec.inference.replay_table import replay_table
+from ecospec.inference.results import folder_name
 from ecospec.inference.runfolder import prompts_in_context
 from ecospec.inference.treefile import Identity, Position, TreeSet, read_trees, write_trees
 from ecospec.inference.turns import Turns
@@ -103,7 +104,7 @@ def _identity(
     plans: dict[str, MethodPlan],
     prompts: list[Prompt],
 ) -> Identity:
-    folders = {name: plan.predictor.path for name, plan in plans.items() if name in TRAINED}
+    folders = {name: folder_name(plan.predictor.path) for name, plan in plans.items() if name in TRAINED}
     return Identity(
         target=target.name,
         target_config_sha256=target.config_sha256,

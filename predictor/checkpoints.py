@@ -72,11 +72,14 @@ def write_folder(folder: Path, write: Callable[[Path], object]) -> None:
 class Checkpoints(lightning.Callback):
     """Measures held-out overlap every so many steps and at the end, keeps what is worth it, and ends a run early.
 
-    `held_out` gives this process's batches. An interrupt saves the step's state, too.
+    `held_out` gives this process's batches, `made` is the `provenance.json` of what is kept. An interrupt saves the
+    step's state, too.
     """
 
-    def __init__(self, folder: Path, config: TrainConfig, run: dict, held_out: Callable[[], Iterable[Batch]]) -> None:
-        self.folder, self.options, self.run, self.held_out = folder, config, run, held_out
+    def __init__(
+        self, folder: Path, config: TrainConfig, run: dict, held_out: Callable[[], Iterable[Batch]], made: dict
+    ) -> None:
+        self.folder, self.options, self.run, self.held_out, self.made = folder, config, run, held_out, made
         self.best, self.best_step, self.since_best = -1.0, 0, 0
         self.reached: list[float] = []
 
@@ -120,7 +123,12 @@ class Checkpoints(lightning.Callback):
     def _keep(self, overlap: float, module: PredictorModule, step: int) -> None:
         names = [f"overlap-{level:g}" for level in self._newly_reached(overlap)]
         for name in [BEST, *names] if overlap > self.best else names:
-            write_folder(self.folder / name, lambda folder: _write_kept(folder, module, overlap, step))
+            write_folder(self.folder / name, lambda folder: self._write(folder, module, overlap, step))
+
+    def _write(self, folder: Path, module: PredictorModule, overlap: float, step: int) -> None:
+        save_predictor(folder, module.predictor)
+        write_json(folder / "metrics.json", {"overlap": overlap, "step": step})
+        write_json(folder / "provenance.json", self.made)
 
     def _remember(self, overlap: float, trainer: lightning.Trainer) -> None:
         self.reached += self._newly_reached(overlap)
@@ -169,11 +177,6 @@ def finish(folder: Path) -> None:
 def load_weights(predictor: RoutingModel, folder: Path) -> None:
     """Give a float32 `predictor` the weights that were kept in `folder`."""
     predictor.load_state_dict(load_file(folder / "model.safetensors"))
-
-
-def _write_kept(folder: Path, module: PredictorModule, overlap: float, step: int) -> None:
-    save_predictor(folder, module.predictor)
-    write_json(folder / "metrics.json", {"overlap": overlap, "step": step})
 
 
 def _flat(values: dict, prefix: str = "") -> dict:

@@ -72,6 +72,10 @@ class FeedingConfig:
     """EAGLE-3 head whose hidden input a draft MLP reads: a folder, or `lab`."""
     steps: int = 3
     """How many tokens deep its drafts go."""
+    feature_layers: list[int] | None = None
+    """Hidden states of the target that the head is fed; by default what its checkpoint says."""
+    rope_theta: float | None = None
+    """Base of the head's rotary positions; by default what its checkpoint says."""
 
     def __post_init__(self) -> None:
         if self.steps < 1:

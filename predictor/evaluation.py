@@ -22,7 +22,7 @@ from ecospec.data.traces import Trace, TraceSet
 from ecospec.predictor.base import RoutingModel
 from ecospec.predictor.config import TrainConfig
 from ecospec.predictor.embedding import load_embedding
-from ecospec.predictor.loading import KINDS, kind_of, load_predictor
+from ecospec.predictor.loading import KINDS, kind_of, kind_of_model, load_predictor
 from ecospec.predictor.loss import CHUNK_TOKENS
 from ecospec.predictor.metrics import measure
 from ecospec.predictor.model import ExpertPredictor
@@ -51,7 +51,7 @@ def evaluate_predictor(config: TrainConfig) -> dict:
     models = [load_predictor(folder).attach_embedding(table_VD) for folder in _folders(config)]
     samples = _with_what_they_read(config, traces, models)
     metrics = evaluate(models[0], samples)
-    metrics["ladder"] |= {_kind(model): numbers_of(model, samples) for model in models[1:]}
+    metrics["ladder"] |= {kind_of_model(model): numbers_of(model, samples) for model in models[1:]}
     if config.output is not None:
         replace_folder(Path(config.output), lambda folder: _write(folder, metrics, config))
     return metrics
@@ -65,7 +65,7 @@ def evaluate(model: RoutingModel, traces: TraceSet | Samples) -> dict:
         "last_step": _last_step_numbers(LastStepPredictor(tables["frequency"]), traces),
         "token": _table_numbers(tables["token"], traces),
     }
-    return {"kind": _kind(model)} | numbers_of(model, traces) | {"ladder": simple}
+    return {"kind": kind_of_model(model)} | numbers_of(model, traces) | {"ladder": simple}
 
 
 @torch.inference_mode()
@@ -77,10 +77,7 @@ def numbers_of(model: RoutingModel, traces: TraceSet | Samples) -> dict:
     model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
 
     def passes_of(item: Trace) -> Iterator[Iterator[Tensor]]:
-        batch = collate([item])
-        batch = batch._replace(**{name: getattr(batch, name).to(model.device) for name in ("input_ids", "lengths")})
-        if batch.fed is not None:
-            batch = batch._replace(fed=batch.fed.to(model.device))
+        batch = collate([item]).on(model.device)
         hidden_XH, _ = model.read(batch, batch.tokens())
         for hidden_TH in hidden_XH.split(len(item.input_ids)):
             yield map(model.logits, hidden_TH.split(CHUNK_TOKENS))
@@ -102,7 +99,8 @@ def _folders(config: TrainConfig) -> list[Path]:
 def _rung_folder(path: str) -> Path:
     """A folder, or one of the lab's by its kind: `lab/linear`, `lab/draft_mlp`."""
     home, _, kind = path.partition("/")
-    return part_folder(home, kind) if home == "lab" and kind in KINDS else part_folder(path, "predictor")
+    where = (home, kind) if home == "lab" and kind in KINDS else (path, "predictor")
+    return part_folder(*where, option="--rungs")
 
 
 def _with_what_they_read(config: TrainConfig, traces: TraceSet, models: Sequence[RoutingModel]) -> TraceSet | Samples:
@@ -113,12 +111,8 @@ def _with_what_they_read(config: TrainConfig, traces: TraceSet, models: Sequence
     target = load_target(config.target)
     head = attached_head(config, target)
     for model in fed:
-        model.require_head(head)
+        model.require_head(head, config.drafter.steps)
     return fed_by(config, traces, target, head)
-
-
-def _kind(model: RoutingModel) -> str:
-    return next(kind for kind, model_class in KINDS.items() if type(model) is model_class)
 
 
 def _write(folder: Path, metrics: dict, config: TrainConfig) -> None:

@@ -94,7 +94,7 @@ def _fit_with_checkpoints(
     folder = training_folder(config)
     run = identity(config, traces.manifest["parts"])
     state = state_to_resume(folder, run)
-    checkpoints = Checkpoints(folder, config, run, data.val_dataloader)
+    checkpoints = Checkpoints(folder, config, run, data.val_dataloader, training_provenance(config, traces))
     trainer = make_trainer(config, folder, (checkpoints,))
     if state is None and trainer.is_global_zero:
         start_afresh(folder)
@@ -121,7 +121,7 @@ def open_traces(config: TrainConfig) -> TraceSet:
     return open_target_traces(config)
 
 
-def training_provenance(config: TrainConfig, traces: TraceSet) -> dict:
+def training_provenance(config: TrainConfig, traces: TraceSet | Samples) -> dict:
     """What `provenance.json` says of anything trained on traces; `datasets` names the prompts that were seen."""
     return provenance() | {
         "config": asdict(config),
@@ -136,6 +136,10 @@ def prepare_process(config: TrainConfig) -> None:
         torch.set_num_threads(config.threads)
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
+    if not torch.cuda.is_available():
+        os.environ.setdefault(
+            "DS_ACCELERATOR", "cpu"
+        )  # else DeepSpeed, where installed, tells stdout that it found none
     for library in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(library).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=r".*LeafSpec.* is deprecated", module=r"lightning\.")

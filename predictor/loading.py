@@ -29,6 +29,11 @@ def kind_of(folder: Path) -> str:
     raise InputError(f"{folder}: is no expert predictor; give the folder that ecospec-train predictor wrote")
 
 
+def kind_of_model(model: RoutingModel) -> str:
+    """Which of `KINDS` a model is."""
+    return next(kind for kind, model_class in KINDS.items() if isinstance(model, model_class))
+
+
 def predictor_values(folder: Path, kind: str) -> dict:
     """The `config.json` of a predictor folder. Raises InputError when it holds another kind."""
     found = kind_of(folder)

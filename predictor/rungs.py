@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ecospec.configs.errors import InputError
+from ecospec.inference.drafters.eagle3 import Eagle3Head
 from ecospec.predictor.base import RoutingConfig, RoutingModel
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class LinearPredictor(RoutingModel):
 
 
 class DraftMLPConfig(RoutingConfig):
-    """`draft_size` is F; `drafter_fingerprint` says for which draft head the MLP was made."""
+    """`draft_size` is F; the MLP was made for the draft head of `drafter_fingerprint`, for drafts `steps` deep."""
 
     model_type = "ecospec_draft_mlp"
 
@@ -62,6 +63,7 @@ class DraftMLPConfig(RoutingConfig):
         intermediate_size: int = 8,
         num_blocks: int = 1,
         drafter_fingerprint: str = "",
+        steps: int = 3,
         **kwargs: Any,
     ) -> None:
         self.draft_size = draft_size
@@ -69,6 +71,7 @@ class DraftMLPConfig(RoutingConfig):
         self.intermediate_size = intermediate_size
         self.num_blocks = num_blocks
         self.drafter_fingerprint = drafter_fingerprint
+        self.steps = steps
         super().__init__(**kwargs)
 
 
@@ -116,11 +119,13 @@ class DraftMLP(RoutingModel):
         ids_AN = batch.input_ids[chosen_BT].expand(len(fed_ANF), -1)
         return self.hidden(ids_AN, fed_ANF).flatten(0, 1), batch.experts[chosen_BT].repeat(len(fed_ANF), 1, 1)
 
-    def require_head(self, head: nn.Module) -> None:
-        """Raises InputError when `head` is not the draft head that the MLP was trained on."""
-        if fingerprint(head) != self.config.drafter_fingerprint:
+    def require_head(self, head: nn.Module, steps: int) -> None:
+        """Raises InputError when `head` is not the draft head that the MLP was trained on, or is to go deeper."""
+        if not isinstance(head, Eagle3Head) or fingerprint(head) != self.config.drafter_fingerprint:
+            raise InputError(f"{self._origin()} and another draft head; give that head as --drafter.path")
+        if steps > self.config.steps:
             raise InputError(
-                f"{self._origin()} and another draft head; give that head as --drafter.path, or train anew"
+                f"--drafter.steps {steps}: {self._origin()} and drafts {self.config.steps} tokens deep; draft no deeper"
             )
 
 
@@ -138,9 +143,9 @@ class GatedBlock(nn.Module):
         return hidden + self.down(F.silu(gate) * up)
 
 
-def fingerprint(head: nn.Module) -> str:
-    """sha256 over the first values of each weight of a draft head, cast to bfloat16: quick for a head of any size."""
-    digest = hashlib.sha256()
+def fingerprint(head: Eagle3Head) -> str:
+    """sha256 over what a draft head is fed, its rotary base, and the first values of each weight cast to bfloat16."""
+    digest = hashlib.sha256(repr((list(head.feature_layers), head.config.rope_parameters["rope_theta"])).encode())
     for name, weight in sorted(head.named_parameters()):
         values = weight.detach().flatten()[:FINGERPRINT_VALUES].to(device="cpu", dtype=torch.bfloat16)
         digest.update(name.encode() + values.view(torch.uint8).numpy().tobytes())

@@ -34,6 +34,11 @@ class FrequencyPredictor:
         """Expert ids [T, L, K], ascending."""
         return top_experts(self.logits(input_ids_T), self.top_k).numpy()
 
+    def fill(self, counts_TLE: np.ndarray) -> Tensor:
+        """log shares [T, L, E] of counts to which one token's worth of choices is added."""
+        smoothed_TLE = counts_TLE + self.top_k * self.share_LE
+        return torch.from_numpy(np.log(smoothed_TLE / smoothed_TLE.sum(-1, keepdims=True)))
+
 
 @dataclass(frozen=True)
 class TokenPredictor:
@@ -52,10 +57,7 @@ class TokenPredictor:
 
         An expert's share is at most 1/K, so what is added never outweighs one count: it only breaks ties.
         """
-        K = self.frequency.top_k
-        counts_TLE = self.counts_SLE[self.row_V[input_ids_T]].astype(np.float64)
-        smoothed_TLE = counts_TLE + K * self.frequency.share_LE
-        return torch.from_numpy(np.log(smoothed_TLE / smoothed_TLE.sum(-1, keepdims=True)))
+        return self.frequency.fill(self.counts_SLE[self.row_V[input_ids_T]])
 
     def predict(self, input_ids_T: np.ndarray) -> np.ndarray:
         """Expert ids [T, L, K], ascending."""
@@ -76,8 +78,7 @@ class LastStepPredictor:
 
     def logits(self, known_TLE: np.ndarray) -> Tensor:
         """log of what `known` says, to which frequency adds one token's worth of choices, [T, L, E]."""
-        smoothed_TLE = known_TLE + self.frequency.top_k * self.frequency.share_LE
-        return torch.from_numpy(np.log(smoothed_TLE / smoothed_TLE.sum(-1, keepdims=True)))
+        return self.frequency.fill(known_TLE)
 
 
 def fit_frequency(traces: TraceSet) -> FrequencyPredictor:

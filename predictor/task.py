@@ -124,13 +124,16 @@ def new_linear(config: TrainConfig, identity: Identity) -> LinearPredictor:
 
 def new_draft_mlp(config: TrainConfig, identity: Identity, head: Eagle3Head) -> DraftMLP:
     """A fresh MLP for what `head` is fed."""
-    own = asdict(config.mlp) | {"draft_size": head.config.hidden_size, "drafter_fingerprint": fingerprint(head)}
+    of_head = {"draft_size": head.config.hidden_size, "drafter_fingerprint": fingerprint(head)}
+    own = asdict(config.mlp) | of_head | {"steps": config.drafter.steps}
     return DraftMLP(DraftMLPConfig(**own, **identity.fields)).attach_embedding(identity.table_VD)
 
 
 def attached_head(config: TrainConfig, target: Target) -> Eagle3Head:
     """The draft head at `drafter.path`, on the target's embeddings. Raises InputError when it cannot be rolled out."""
-    head = load_head(part_folder(config.drafter.path, "drafter"), target.model.config, None, None).attach(target.model)
+    given = config.drafter
+    folder = part_folder(given.path, "drafter")
+    head = load_head(folder, target.model.config, given.feature_layers, given.rope_theta).attach(target.model)
     require_rollout(head)
     return head.to(target.model.get_input_embeddings().weight.device)
 

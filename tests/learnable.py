@@ -22,7 +22,7 @@ TABLE = torch.randn(V, D, generator=torch.Generator().manual_seed(5))
 
 class MemoryTraces(list):
     num_layers, num_experts, top_k = L, E, K
-    manifest = {"parts": [{"sha256": "of these"}]}  # noqa: RUF012
+    manifest = {"parts": [{"sha256": "of these"}], "prompts": [{"dataset": "synthetic"}], "target": {}}  # noqa: RUF012
 
 
 def learnable_traces(seed: int, samples: int = 60, T: int = 16) -> MemoryTraces:

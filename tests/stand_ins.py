@@ -118,7 +118,7 @@ class DraftMLPStandIn(LinearStandIn):
         super().__init__(shape, seed)
         self.map = self.random(hidden_size)
 
-    def require_head(self, head):
+    def require_head(self, head, steps):
         """Any head will do."""
 
     def forward(self, input_ids, hidden_BNH):

@@ -196,7 +196,7 @@ def test_several_sources_are_recorded_at_once_and_replayed_beside_oracle(lab, ru
     sources = {"oracle", "predictor", "linear", "draft_mlp", "last_step", "token", "frequency"}
     assert {run["footprints"] for run in runs} == {None, *sources}
     assert all((run["source_share"] is None) == (run["footprints"] == "oracle") for run in runs)
-    assert {run["predictor"] for run in runs if run["footprints"] == "linear"} == {str(tmp_path / "probe")}
+    assert {run["predictor"] for run in runs if run["footprints"] == "linear"} == {"probe"}
     header, _, *rows = capsys.readouterr().out.strip().split("\n")[-2 - len(runs) :]
     assert "saving kept" in header
     assert {row.count("|") for row in rows} == {header.count("|")}
@@ -318,7 +318,7 @@ def broken(lab, tmp_path, case):
         save_head(tmp_path / "head", vocab_size=300)
         return {"drafter": tmp_path / "head"}, ["300", "264"]
     if case == "a drafter for a predictor":
-        return {"predictor": lab.root / "head"}, ["holds llama", "need ecospec_expert_predictor"]
+        return {"predictor": lab.root / "head"}, ["is no expert predictor", "ecospec-train predictor"]
     if case == "a broken head":
         folder = shutil.copytree(lab.root / "head", tmp_path / "head")
         (folder / "model.safetensors").write_bytes(b"nothing")

@@ -79,9 +79,10 @@ def test_a_draft_mlp_is_measured_and_decodes_only_with_its_own_head(made, tmp_pa
     other = ["--drafter", str(made.root / "other")]
     assert train(["evaluate", *made.traces, *other, "--predictor", str(made.root / "draft_mlp")]) == 2
     assert "another draft head" in capsys.readouterr().err
-    words = ["generate", *made.prompts, *other, "--predictor", str(made.root / "draft_mlp")]
-    assert decode([*words, "--footprints", "draft_mlp", "--samples", "1", "--max-new-tokens", "4"]) == 2
-    assert "another draft head" in capsys.readouterr().err
+    words = [*made.prompts, *other, "--predictor", str(made.root / "draft_mlp"), "--footprints", "draft_mlp"]
+    for command in (["generate"], ["record", "--output", str(tmp_path / "trees")]):
+        assert decode([*command, *words, "--samples", "1", "--max-new-tokens", "4"]) == 2
+        assert "another draft head" in capsys.readouterr().err
 
 
 def test_every_kind_decodes_plain_decodings_text(made, tmp_path):

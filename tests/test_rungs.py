@@ -126,9 +126,14 @@ def test_a_saved_model_loads_as_its_kind_without_the_embedding_table(make, tmp_p
 
 def test_another_draft_head_is_refused():
     model = draft_mlp(0, drafter_fingerprint=fingerprint(small_head(0)))
-    model.require_head(small_head(0))
-    with pytest.raises(InputError, match="another draft head"):
-        model.require_head(small_head(1))
+    model.require_head(small_head(0), STEPS)
+    fed_otherwise = small_head(0)
+    fed_otherwise.feature_layers = (1, 2, 3)
+    for head in (small_head(1), fed_otherwise, torch.nn.Linear(2, 2)):
+        with pytest.raises(InputError, match="another draft head"):
+            model.require_head(head, STEPS)
+    with pytest.raises(InputError, match="draft no deeper"):
+        model.require_head(small_head(0), STEPS + 1)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -72,12 +72,12 @@ def lab_folder(part: str) -> Path:
     return Path(str(resources.files("ecospec.data.lab"))) / part
 
 
-def part_folder(path: str | None, part: str) -> Path:
+def part_folder(path: str | None, part: str, option: str | None = None) -> Path:
     """The folder of a `drafter`, or of a `predictor` or one of its kind; `lab` is the shipped one.
 
-    Raises InputError when there is none.
+    Raises InputError, naming `option` (by default the part's own key), when there is none.
     """
-    option = "--drafter.path" if part == "drafter" else "--predictor.path"
+    option = option or ("--drafter.path" if part == "drafter" else "--predictor.path")
     if path is None:
         raise InputError(f"{option}: not given")
     folder = lab_folder(part) if path == "lab" else Path(path)

@@ -20,19 +20,23 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from ecospec.configs.files import replace_folder, write_json, write_text
+from ecospec.configs.files import read_json, replace_folder, write_json, write_text
 from ecospec.data.lab import card, corpus, measure, pretrain, target
 from ecospec.data.lab.polish import Polish, polish
 from ecospec.inference import cli as decode_cli
 from ecospec.predictor import cli as train_cli
-from ecospec.predictor.loading import KINDS
 from ecospec.tracing import cli as trace_cli
 
 LAB = Path(__file__).resolve().parent
 DENSE_LEARNING_RATES = (2e-3, 4e-3, 8e-3)
 TUNING_TOKENS = 1_500_000
 TRACED_PROMPTS = 1500  # per domain
-LADDER_MINUTES = 28  # of training for each kind, on one thread
+SIZES = ["--backbone.hidden_size", "152", "--backbone.intermediate_size", "352"]
+LADDER = {  # what is trained of each kind, and for how long
+    "predictor": [*SIZES, "--max-minutes", "28", "--validate-every", "2000"],
+    "draft_mlp": ["--max-minutes", "28", "--validate-every", "4000"],
+    "linear": ["--max-minutes", "4", "--validate-every", "2000"],
+}
 SHIPPED_TRACES = SHIPPED_TREES = 40  # prompts per domain
 log = logging.getLogger(__name__)
 
@@ -76,14 +80,16 @@ class Recipe:
         _command(train_cli.main, "drafter", *options, "--output", LAB / "drafter")
 
     def predictor(self) -> None:
-        """Fit the shipped predictor and the cheaper kinds beside it, longer than the demo does, on the same traces."""
-        own = ["--config", "lab/predictor", "--traces", self.work / "traces", "--max-minutes", LADDER_MINUTES]
-        own += ["--validate-every", "2000", "--early-stopping", "4", "--overwrite"]
-        sizes = ["--backbone.hidden_size", "152", "--backbone.intermediate_size", "352"]
-        for kind in KINDS:
+        """Fit the predictor and the cheaper kinds on the same traces, longer than the demo does; measure all."""
+        own = ["--config", "lab/predictor", "--traces", self.work / "traces", "--threads", "1", "--early-stopping", "4"]
+        for kind, options in LADDER.items():
             trained = self.work / kind
-            _command(train_cli.main, "predictor", *own, *sizes, "--kind", kind, "--output", trained)
+            if not trained.exists():
+                _command(train_cli.main, "predictor", *own, *options, "--kind", kind, "--output", trained)
             replace_folder(LAB / kind, partial(shutil.copytree, trained, dirs_exist_ok=True))
+        measured = ["--traces", self.work / "traces", "--rungs", "lab/linear,lab/draft_mlp", "--overwrite"]
+        _command(train_cli.main, "evaluate", *measured, "--output", self.work / "ladder")
+        write_json(LAB / "predictor" / "metrics.json", read_json(self.work / "ladder" / "metrics.json"))
 
     def trees(self) -> None:
         """Record the pools of the shipped drafter and predictor along the train prompts."""

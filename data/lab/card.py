@@ -20,6 +20,7 @@ from ecospec.inference.config import DrafterConfig
 from ecospec.inference.decoder import Method
 from ecospec.inference.generation import generate_with
 from ecospec.inference.statistics import Step
+from ecospec.predictor.loading import KINDS
 from ecospec.predictor.metrics import shared_experts, top_experts
 from ecospec.predictor.simple import fit_token
 from ecospec.tracing.recorder import RoutingRecorder
@@ -49,7 +50,7 @@ def measure_lab(documents: Sequence[Document], yardsticks: dict[str, nn.Module],
 
 def shipped_weights() -> dict[str, str]:
     """sha256 of the weights that the numbers belong to."""
-    return {part: sha256_file(lab_folder(part) / "model.safetensors") for part in ("target", "drafter", "predictor")}
+    return {part: sha256_file(lab_folder(part) / "model.safetensors") for part in ("target", "drafter", *KINDS)}
 
 
 def acceptance(target: Target, gamma: int = 4) -> dict:
