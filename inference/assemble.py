@@ -35,7 +35,7 @@ from ecospec.inference.selection import NEEDS_FOOTPRINTS
 from ecospec.predictor.base import RoutingModel
 from ecospec.predictor.loading import kind_of_model, load_predictor, predictor_values
 from ecospec.predictor.simple import fit_tables
-from ecospec.tracing.target import Target, part_folder, resolve_target
+from ecospec.tracing.target import Target, check_moe, part_folder, resolve_target
 
 TRAINED = {  # footprints of a model in an exported folder, and what runs it
     "predictor": PredictorFootprints,
@@ -211,12 +211,3 @@ def open_traces(path: str | None, counts: tuple[int, int, int], config_sha256: s
     if config_sha256 not in (None, recorded["config_sha256"]):
         raise InputError(f"--traces {path}: recorded on {recorded['name']}, another target; trace this one")
     return traces
-
-
-def check_moe(what: str, found: tuple[int, int, int], expected: tuple[int, int, int]) -> None:
-    """Raises InputError unless (L, E, K) are the target's."""
-    if found != expected:
-        raise InputError(
-            f"{what}: made for a target with {found[0]} MoE layers of {found[1]} experts, top-{found[2]}; "
-            f"this target has {expected[0]} of {expected[1]}, top-{expected[2]}"
-        )

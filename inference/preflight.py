@@ -10,7 +10,6 @@ from ecospec.configs.errors import InputError
 from ecospec.inference.assemble import (
     COUNTED,
     MethodPlan,
-    check_moe,
     draft_model_source,
     mtp_source,
     open_traces,
@@ -23,7 +22,7 @@ from ecospec.inference.drafters.headers import safetensors_shapes
 from ecospec.inference.drafters.language_model import inspect_language_model
 from ecospec.inference.drafters.mtp import inspect_mtp
 from ecospec.inference.verification import check_batch, check_tree_support
-from ecospec.predictor.loading import predictor_values
+from ecospec.predictor.loading import predictor_values, require_target
 from ecospec.tracing.target import (
     MoeShape,
     config_hash,
@@ -159,7 +158,7 @@ def _check_footprints(
         traces = open_traces(config.traces, shape.counts, config_hash(model_config))
         return f"{plan.footprints}, counted from {traces.folder}"
     values = predictor_values(plan.trained_folder, plan.footprints)
-    _check_target(plan.predictor.path, values, model_config, shape)
+    require_target(plan.predictor.path, values, shape, config_hash(model_config))
     fed = f", fed the drafter's hidden {_hidden(plan, values, drafter)}" if plan.footprints == "draft_mlp" else ""
     weights = safetensors_shapes(plan.trained_folder / "model.safetensors").values()
     count = sum(torch.Size(size).numel() for size in weights) / 1e6
@@ -176,18 +175,3 @@ def _hidden(plan: MethodPlan, values: dict, drafter: Drafter) -> int:
             f"this drafter has {drafter.hidden}; take the one that was trained on it"
         )
     return drafter.hidden
-
-
-def _check_target(path: str | None, values: dict, model_config: PreTrainedConfig, shape: MoeShape) -> None:
-    """Raises InputError unless the trained model of `values` belongs to the target."""
-    found = tuple(values.get(key) for key in ("num_layers", "num_experts", "num_experts_per_tok"))
-    check_moe(f"--predictor.path {path}", found, shape.counts)
-    identity = {
-        "target_config_sha256": config_hash(model_config),
-        "moe_layers": list(shape.layers),
-        "vocab_size": shape.vocab_size,
-        "embedding_size": shape.hidden_size,
-    }
-    different = [key for key, value in identity.items() if values.get(key) != value]
-    if different:
-        raise InputError(f"--predictor.path {path}: trained for another target ({', '.join(different)} differ)")

@@ -4,6 +4,7 @@ Refuses to know the target and its embedding table.
 """
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from ecospec.configs.errors import InputError, brief
@@ -37,6 +38,18 @@ def backbone_config(config: BackboneConfig) -> PreTrainedConfig:
     return backbone
 
 
+@torch.no_grad()
+def require_causal(backbone: PreTrainedModel, path: str | None) -> None:
+    """Raises InputError for a backbone whose outputs depend on later tokens: drafts have none."""
+    first, other = torch.randn(2, 1, 3, backbone.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    other[:, :2] = first[:, :2]
+    training, _ = backbone.training, backbone.eval()
+    outputs = [backbone(inputs_embeds=inputs).last_hidden_state[:, :2] for inputs in (first, other)]
+    backbone.train(training)
+    if not torch.allclose(*outputs, atol=1e-4):
+        raise InputError(f"--backbone.path {path}: a {backbone.config.model_type} sees later tokens; give a decoder")
+
+
 def pretrained_backbone(path: str) -> tuple[PreTrainedModel, float]:
     """The decoder at `path` in float32 without its vocabulary, and the RMS of what its layers were fed.
 
@@ -45,7 +58,7 @@ def pretrained_backbone(path: str) -> tuple[PreTrainedModel, float]:
     """
     try:
         backbone = AutoModel.from_pretrained(path, dtype=torch.float32)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise InputError(
             f"--backbone.path {path}: cannot read its weights ({brief(error)}); for random ones give "
             "--backbone.pretrained false"

@@ -68,6 +68,8 @@ class MLPConfig:
 
 @dataclass
 class FeedingConfig:
+    """The draft head whose hidden input a draft MLP reads."""
+
     path: str | None = "lab"
     """EAGLE-3 head whose hidden input a draft MLP reads: a folder, or `lab`."""
     steps: int = 3

@@ -16,20 +16,20 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ecospec.configs.errors import InputError
-from ecospec.configs.files import provenance, replace_folder, require_new_folder, write_json
+from ecospec.configs.files import provenance, read_json, replace_folder, require_new_folder, write_json
 from ecospec.data.module import collate
 from ecospec.data.traces import Trace, TraceSet
 from ecospec.predictor.base import RoutingModel
 from ecospec.predictor.config import TrainConfig
 from ecospec.predictor.embedding import load_embedding
-from ecospec.predictor.loading import KINDS, kind_of, kind_of_model, load_predictor
+from ecospec.predictor.loading import KINDS, kind_of, kind_of_model, load_predictor, require_target
 from ecospec.predictor.loss import CHUNK_TOKENS
 from ecospec.predictor.metrics import measure
 from ecospec.predictor.model import ExpertPredictor
 from ecospec.predictor.rungs import DraftMLP, LinearPredictor
 from ecospec.predictor.simple import FrequencyPredictor, LastStepPredictor, TokenPredictor, fit_tables
 from ecospec.predictor.task import Samples, attached_head, fed_by, open_target_traces
-from ecospec.tracing.target import load_target, part_folder
+from ecospec.tracing.target import config_hash, load_target, load_target_config, part_folder, shape_of
 
 METRICS = "metrics.json"
 STEP_TOKENS = 11  # nodes of the default draft tree (3 steps, top-2), root included
@@ -47,8 +47,13 @@ def evaluate_predictor(config: TrainConfig) -> dict:
     """
     if config.output is not None:
         require_new_folder(Path(config.output), config.overwrite, METRICS)
-    traces, table_VD = open_target_traces(config), load_embedding(config.target)
-    models = [load_predictor(folder).attach_embedding(table_VD) for folder in _folders(config)]
+    traces, folders = open_target_traces(config), _folders(config)
+    model_config = load_target_config(config.target)
+    shape = shape_of(model_config, config.target.trust_remote_code)
+    for folder in folders:
+        require_target(str(folder), read_json(folder / "config.json"), shape, config_hash(model_config))
+    table_VD = load_embedding(config.target)
+    models = [load_predictor(folder).attach_embedding(table_VD) for folder in folders]
     samples = _with_what_they_read(config, traces, models)
     metrics = evaluate(models[0], samples)
     metrics["ladder"] |= {kind_of_model(model): numbers_of(model, samples) for model in models[1:]}

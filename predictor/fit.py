@@ -59,7 +59,7 @@ def train_predictor(config: TrainConfig) -> dict | None:
     return metrics
 
 
-def require_answers(traces: TraceSet, config: TrainConfig) -> None:
+def require_answers(traces: TraceSet | Samples, config: TrainConfig) -> None:
     """Raises InputError unless samples of both splits have positions after their prompt."""
     for split in ("train", "test"):
         if not any(item.split == split and len(item.input_ids) > item.prompt_len for item in traces):

@@ -1,10 +1,12 @@
 """How far a predictor carries: to data sets it was not trained on, and how many traced tokens it takes.
 
-Every model is trained from the same start under the same limits, on samples of the `train` split alone, and measured on
-those of the `test` split; the `token` table, counted on the same samples, stands beside each.
+Every model is trained from the same start under the same limits, on samples of the `train` split alone, and chosen and
+measured on those of the `test` split, as `ecospec-train predictor` does; the `token` table, counted on the same
+samples, stands beside each.
 """
 
 import copy
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -37,18 +39,21 @@ def generalise(config: TrainConfig) -> dict:
     names = sorted({item.dataset for item in traces})
     if len(names) < 2:
         raise InputError(
-            f"--traces {config.traces}: all samples are of {names[0]}; leaving one out takes two data sets"
+            f"--traces {config.traces}: all samples are of {names[0]}; leaving one out takes two"
         )
+    if config.processes > 1:
+        raise InputError(f"--devices {config.devices}: generalise trains one model after another; give it one process")
+    require_every_part(traces, names, config)
     prepare_process(config)
     task = open_task(config, traces)
     subsets = {name: without(task.traces, name) for name in names}
     subsets |= {share: part_of(task.traces, share, config.seed) for share in SHARES}
-    limits = replace(config, output=None, validate_every=0, early_stopping=None)
 
-    def measured(traces: Samples) -> dict:
+    def measured(samples: Samples) -> dict:
         model = copy.deepcopy(task.model)
-        fit(model, traces, limits)
-        return evaluate(model, traces)
+        with tempfile.TemporaryDirectory() as folder:
+            fit(model, samples, replace(config, output=f"{folder}/model", loggers=[]))
+        return evaluate(model, samples)
 
     found = {key: measured(subsets[key]) for key in progress(list(subsets), "models trained")}
     whole = found[SHARES[-1]]
@@ -58,6 +63,16 @@ def generalise(config: TrainConfig) -> dict:
     }
     replace_folder(Path(config.output), lambda folder: _write(folder, metrics, config))
     return metrics
+
+
+def require_every_part(traces: TraceSet, names: list[str], config: TrainConfig) -> None:
+    """Raises InputError unless every data set has held-out answers, and every part of the samples some to train on."""
+    held_out = {item.dataset for item in traces if item.split == "test" and len(item.input_ids) > item.prompt_len}
+    for name in names:
+        if name not in held_out:
+            raise InputError(f"--traces {config.traces}: {name} has no held-out answers; trace more samples of it")
+        require_answers(without(traces, name), config)
+    require_answers(part_of(traces, min(SHARES), config.seed), config)
 
 
 def without(traces: TraceSet | Samples, dataset: str) -> Samples:

@@ -11,6 +11,7 @@ from ecospec.configs.files import read_json
 from ecospec.predictor.base import RoutingModel
 from ecospec.predictor.model import ExpertPredictor
 from ecospec.predictor.rungs import DraftMLP, LinearPredictor
+from ecospec.tracing.target import MoeShape, check_moe
 
 KINDS: dict[str, type[RoutingModel]] = {
     "predictor": ExpertPredictor,
@@ -64,6 +65,21 @@ def load_predictor(folder: Path) -> RoutingModel:
         logging.set_verbosity(verbosity)
     _require_all_keys(folder, info)
     return model
+
+
+def require_target(path: str | None, values: dict, shape: MoeShape, config_sha256: str) -> None:
+    """Raises InputError unless a model with this `config.json` belongs to the target of this shape and hash."""
+    found = tuple(values.get(key) for key in ("num_layers", "num_experts", "num_experts_per_tok"))
+    check_moe(f"--predictor.path {path}", found, shape.counts)
+    identity = {
+        "target_config_sha256": config_sha256,
+        "moe_layers": list(shape.layers),
+        "vocab_size": shape.vocab_size,
+        "embedding_size": shape.hidden_size,
+    }
+    different = [key for key, value in identity.items() if values.get(key) != value]
+    if different:
+        raise InputError(f"--predictor.path {path}: trained for another target ({', '.join(different)} differ)")
 
 
 def _require_all_keys(folder: Path, info: dict) -> None:

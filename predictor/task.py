@@ -16,7 +16,7 @@ from ecospec.configs.errors import InputError
 from ecospec.data.traces import Trace, TraceSet, read_traces
 from ecospec.inference.drafters.eagle3 import Eagle3Head
 from ecospec.inference.drafters.eagle3_checkpoint import load_head
-from ecospec.predictor.backbone import FRESH_RMS, backbone_config, pretrained_backbone
+from ecospec.predictor.backbone import FRESH_RMS, backbone_config, pretrained_backbone, require_causal
 from ecospec.predictor.base import RoutingModel, embedding_hash
 from ecospec.predictor.config import TrainConfig
 from ecospec.predictor.embedding import load_embedding
@@ -109,6 +109,7 @@ def new_predictor(config: TrainConfig, identity: Identity) -> ExpertPredictor:
     predictor, fed_rms = ExpertPredictor(predictor_config), FRESH_RMS
     if config.backbone.path is not None and config.backbone.pretrained:
         predictor.backbone, fed_rms = pretrained_backbone(config.backbone.path)
+    require_causal(predictor.backbone, config.backbone.path)
     if config.gradient_checkpointing:
         predictor.backbone.activation_checkpointing_enable()
     table_VD = identity.table_VD

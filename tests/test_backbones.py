@@ -11,11 +11,12 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from ecospec.configs.errors import InputError
 from ecospec.configs.schema import TargetConfig
 from ecospec.predictor.backbone import backbone_config
+from ecospec.predictor.base import embedding_hash
 from ecospec.predictor.config import BackboneConfig
 from ecospec.predictor.embedding import load_embedding
 from ecospec.predictor.evaluation import evaluate
 from ecospec.predictor.fit import fit
-from ecospec.predictor.model import ExpertPredictor, ExpertPredictorConfig, embedding_hash
+from ecospec.predictor.model import ExpertPredictor, ExpertPredictorConfig
 from tests.learnable import TABLE, V, learnable_traces, new_predictor, options, trained
 from tests.tiny import random_model
 
@@ -97,6 +98,13 @@ def test_an_encoder_decoder_is_refused(tmp_path):
     AutoConfig.for_model("t5").save_pretrained(tmp_path)
     with pytest.raises(InputError, match="t5 is no decoder-only"):
         backbone_config(BackboneConfig(path=str(tmp_path)))
+
+
+def test_a_backbone_that_sees_later_tokens_is_refused(tmp_path):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    AutoConfig.for_model("bert", vocab_size=50, **sizes).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="bert sees later tokens"):
+        new_predictor(options(backbone=BackboneConfig(path=str(tmp_path), pretrained=False)))
 
 
 def test_gradient_checkpointing_computes_layers_twice_and_changes_nothing_else():

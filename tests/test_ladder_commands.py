@@ -1,13 +1,17 @@
 """The ladder by command: train every kind, measure them side by side, decode with them, leave a data set out."""
 
+import itertools
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from ecospec.data.traces import read_traces
 from ecospec.inference.cli import main as decode
 from ecospec.predictor.cli import main as train
+from ecospec.predictor.generalisation import SHARES, part_of, without
 from ecospec.predictor.loading import KINDS, kind_of
 from ecospec.tracing.cli import main as trace
 from tests.test_eval import save_head
@@ -114,6 +118,36 @@ def test_leaving_data_sets_out_is_measured_for_each_and_beside_a_learning_curve(
     page = (tmp_path / "out" / "report.html").read_text()
     assert "words" in page and "<svg" in page and "How many traced tokens it takes" in page
     assert "left out" in capsys.readouterr().out
+
+
+def test_a_left_out_data_set_has_no_sample_to_train_on_and_all_to_be_measured_on(made):
+    traces = read_traces(made.root / "traces")
+    held_out = {item.key for item in traces if item.split == "test"}
+    for name in ("words", "verbs"):
+        left = without(traces, name)
+        assert {item.dataset for item in left if item.split == "train"} == {"words", "verbs"} - {name}
+        assert {item.key for item in left if item.split == "test"} == held_out
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_each_part_of_the_samples_lies_in_the_larger_ones(made, seed):
+    traces = read_traces(made.root / "traces")
+    parts = [{item.key for item in part_of(traces, share, seed) if item.split == "train"} for share in SHARES]
+    assert all(small < large for small, large in itertools.pairwise(parts))
+    assert parts[-1] == {item.key for item in traces if item.split == "train"}
+    for share in SHARES:
+        assert sum(item.split == "test" for item in part_of(traces, share, seed)) == len(traces) - len(parts[-1])
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_experts": 6}, {"num_layers": 2}, {"num_experts_per_tok": 1}, {"target_config_sha256": "other"}]
+)
+def test_a_predictor_of_another_target_is_not_measured(made, tmp_path, changes, capsys):
+    folder = shutil.copytree(made.root / "linear", tmp_path / "linear")
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | changes))
+    assert train(["evaluate", *made.traces, "--predictor", str(folder)]) == 2
+    assert "another target" in (line := capsys.readouterr().err) or "this target has" in line
 
 
 def test_a_single_data_set_cannot_be_left_out(made, tmp_path, capsys):

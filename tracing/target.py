@@ -260,3 +260,12 @@ def _weight_files(config: TargetConfig) -> list[Path] | None:
     if not files:
         raise InputError(f"--target.name {config.name}: the folder has no weights (*.safetensors)")
     return files
+
+
+def check_moe(what: str, found: tuple[int, int, int], expected: tuple[int, int, int]) -> None:
+    """Raises InputError unless (L, E, K) are the target's."""
+    if found != expected:
+        raise InputError(
+            f"{what}: made for a target with {found[0]} MoE layers of {found[1]} experts, top-{found[2]}; "
+            f"this target has {expected[0]} of {expected[1]}, top-{expected[2]}"
+        )

@@ -104,7 +104,8 @@ def measure(items: list[Trace], windows: int, steps: int) -> list[tuple[float, f
     timed = Windows(BareLoop(copy.deepcopy(predictor), config), steps)
     data = TraceDataModule(items, [], BatchLimits(tokens=config.tokens_per_batch))
     module, batches = PredictorModule(predictor, config, len(items)), EndlessBatches(data.train_dataloader())
-    run_trainer(make_trainer(config, callbacks=(timed,)), module, batches)
+    with tempfile.TemporaryDirectory() as logs:
+        run_trainer(make_trainer(config, Path(logs), callbacks=(timed,)), module, batches)
     return timed.seconds[1:]
 
 
