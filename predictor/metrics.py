@@ -62,7 +62,8 @@ class OverlapMeter:
             answer = max(item.prompt_len - begin, 0)
             for part, where in (("prompt", slice(0, answer)), ("answer", slice(answer, None))):
                 key = (item.split, item.dataset, part)
-                found = tally(logits_tLE[where], experts_tLK[where], self.sizes_S)
+                headline = (item.split, part) == ("test", "answer")
+                found = tally(logits_tLE[where], experts_tLK[where], self.sizes_S, headline)
                 self.tallies[key] = self.tallies.get(key, Tally()) + found
             begin = end
 
@@ -104,10 +105,12 @@ class OverlapMeter:
         return tally.hits_LS / tally.tokens / self.top_k
 
 
-def tally(logits_TLE: Tensor, experts_TLK: Tensor, sizes_S: list[int]) -> Tally:
-    """Count some tokens; `experts_TLK` int64."""
+def tally(logits_TLE: Tensor, experts_TLK: Tensor, sizes_S: list[int], whole: bool) -> Tally:
+    """Count some tokens; `experts_TLK` int64. Loss and bins, which take longest, only of what is `whole`."""
     ranks_TLK = ranks(logits_TLE, experts_TLK)
     hits_LS = torch.stack([(ranks_TLK < size).sum((0, 2)) for size in sizes_S], -1).double()
+    if not whole:
+        return Tally(len(logits_TLE), hits_LS.cpu().numpy())
     loss_L = layer_losses(logits_TLE, experts_TLK).sum(0).double()
     bins_3C = calibration_bins(logits_TLE, experts_TLK)
     return Tally(len(logits_TLE), *(sums.cpu().numpy() for sums in (hits_LS, loss_L, bins_3C)))
