@@ -100,10 +100,12 @@ class Checkpoints(lightning.Callback):
             return
         every, ended = self.options.validate_every, module.progress() >= 1
         due = every > 0 and (trainer.global_step % every == 0 or ended)
+        if not (due or ended or module.interrupted):
+            return
+        module.require_finite_weights()
         if due:
             self._validate(trainer, module)
-        if due or ended or module.interrupted:
-            self._save_state(trainer)
+        self._save_state(trainer)
 
     @torch.no_grad()
     def _validate(self, trainer: lightning.Trainer, module: PredictorModule) -> None:

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 FINAL_FACTOR = 0.05  # of the peak learning rate, reached when training ends
 LOG_SECONDS = 10.0
 LOG_STEPS = 10  # optimizer steps between two rows of the loggers
+REMEDY = "lower --learning_rate or look at the weights started from (what was saved before is kept)"
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ class PredictorModule(lightning.LightningModule):
         self.asked_to_end = self.interrupted = False
         self.shown: dict[str, float] = {}  # beside the progress bar
         self.losses: deque[float] = deque(maxlen=config.accumulate)  # of the last batches, over all processes
+        self.step_samples: deque[tuple[str, ...]] = deque(maxlen=config.accumulate)  # names, in this process
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         groups = optimizer_groups(self.predictor, self.options.weight_decay)
@@ -142,6 +144,9 @@ class PredictorModule(lightning.LightningModule):
             self.logged = self.seconds_now()
             self.say(self._how_it_goes())
 
+    def on_train_end(self) -> None:
+        self.require_finite_weights()
+
     def on_save_checkpoint(self, checkpoint: dict) -> None:
         checkpoint["counts"] = {"samples": self.samples, "tokens": self.tokens, "seconds": self.seconds}
 
@@ -165,6 +170,17 @@ class PredictorModule(lightning.LightningModule):
     def step_loss(self) -> float:
         """Excess loss of the last optimizer step, a mean over its batches."""
         return excess_loss(statistics.fmean(self.losses), self.predictor.config.num_experts_per_tok)
+
+    def require_finite_weights(self) -> None:
+        """Raises DamageError in all processes when the last step left a weight that is not finite.
+
+        A finite loss may have an infinite gradient. The loss after the next step would tell, so only what is kept or
+        handed on needs to be looked at.
+        """
+        if torch.stack([weight.isfinite().all() for weight in self.predictor.parameters()]).all():
+            return
+        samples = ", ".join(name for names in self.step_samples for name in names)
+        raise DamageError(f"step {self.global_step}: weights are not finite after samples {samples}; {REMEDY}")
 
     def write_row(self, numbers: dict[str, float]) -> None:
         """A row in every logger, on disk at once."""
@@ -193,6 +209,7 @@ class PredictorModule(lightning.LightningModule):
         self.samples, self.tokens, self.seconds = self.samples + int(counts[0]), self.tokens + int(counts[1]), counts[2]
         self.interrupted = counts[3] > 0
         self.losses.append(counts[4] / self.trainer.world_size)
+        self.step_samples.append(batch.sample_ids)
         if not math.isfinite(counts[4]):
             raise DamageError(self._diagnosis(loss, batch))
 
@@ -200,8 +217,7 @@ class PredictorModule(lightning.LightningModule):
         if math.isfinite(loss):
             return f"step {self.global_step}: the loss of another process is not finite"
         samples = ", ".join(batch.sample_ids)
-        remedy = "lower --learning_rate or look at the weights started from (what was saved before is kept)"
-        return f"step {self.global_step}: the loss is {loss} on samples {samples}; {remedy}"
+        return f"step {self.global_step}: the loss is {loss} on samples {samples}; {REMEDY}"
 
     def _how_it_goes(self) -> str:
         rate, share = self.tokens / self.seconds, min(1.0, self.progress())

@@ -119,7 +119,8 @@ def test_best_is_the_best_and_what_was_measured_can_be_measured_again(tmp_path):
     kept = {path.name: path for path in training_folder(config).iterdir() if (path / "config.json").exists()}
     assert kept.keys() == {"best", "overlap-0.3", "overlap-0.4"}
     for name, folder in kept.items():
-        assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors", "metrics.json"}
+        files = {"config.json", "model.safetensors", "metrics.json", "provenance.json"}
+        assert {path.name for path in folder.iterdir()} == files
         again = evaluate(load_predictor(folder).attach_embedding(TABLE), traces)["overlap"]
         recorded = json.loads((folder / "metrics.json").read_text())
         assert again == pytest.approx(recorded["overlap"], abs=1e-9)
@@ -197,6 +198,39 @@ def test_a_loss_that_is_not_finite_names_step_and_samples_and_spares_the_last_go
     (state,) = training_folder(config).glob("step-*.ckpt")
     assert state.name == "step-8.ckpt"
     assert all(tensor.isfinite().all() for tensor in torch.load(state)["state_dict"].values())
+
+
+@pytest.mark.parametrize(("validate_every", "spoiled_step"), [(4, 12), (4, 18), (0, 18), (None, 18)])
+def test_a_finite_loss_of_infinite_gradient_replaces_nothing_that_was_saved(
+    validate_every, spoiled_step, tmp_path, monkeypatch
+):
+    """At a measurement, at the last step, there without measurements, and where nothing is written."""
+    output = None if validate_every is None else str(tmp_path / "out")
+    config = options(output=output, max_steps=18, validate_every=validate_every or 0)
+    loss, calls, before = training.batch_loss, [], {}
+
+    def spoiled(predictor: ExpertPredictor, batch: object) -> torch.Tensor:
+        calls.append(batch)
+        if len(calls) < spoiled_step:
+            return loss(predictor, batch)
+        before.update(kept_files(tmp_path))
+        weight = predictor.head.weight[0, 0]
+        return loss(predictor, batch) + (weight - weight.detach()).sqrt()
+
+    monkeypatch.setattr(training, "batch_loss", spoiled)
+    with pytest.raises(
+        DamageError, match=rf"step {spoiled_step}: weights .* synthetic/\d+/0.*--learning_rate"
+    ) as caught:
+        trained(learnable_traces(0), config)
+    assert all(name in str(caught.value) for name in calls[-1].sample_ids)
+    assert kept_files(tmp_path) == before
+    assert len(calls) == spoiled_step and bool(before) == bool(validate_every)
+
+
+def kept_files(folder: Path) -> dict[Path, bytes]:
+    """Content of all files but the logs."""
+    found = [path for path in folder.rglob("*") if path.is_file() and "csv" not in path.parts]
+    return {path: path.read_bytes() for path in found}
 
 
 def test_ctrl_c_finishes_the_step_and_leaves_it_to_be_resumed(losses, tmp_path, monkeypatch):
