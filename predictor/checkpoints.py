@@ -18,23 +18,31 @@ from safetensors.torch import load_file
 from ecospec.configs.errors import InputError
 from ecospec.configs.files import read_json, replace_folder, write_json
 from ecospec.data.module import Batch
-from ecospec.predictor.base import RoutingModel
+from ecospec.predictor.base import RoutingConfig, RoutingModel
 from ecospec.predictor.config import TrainConfig
 from ecospec.predictor.lightning import PredictorModule
 from ecospec.predictor.overlap import Overlap
 
 RUN, BEST = "run.json", "best"
 FREE = ("output", "overwrite", "threads", "loggers")  # keys that a resumed run may change
+MADE_FOR = {  # fields of a model's configuration → what they tell apart
+    "target_config_sha256": "--target.name: its configuration has changed",
+    "embedding_sha256": "--target.name: its embedding table has changed",
+    "drafter_fingerprint": "--drafter.path: that draft head has changed",
+}
 
 
 def training_folder(config: TrainConfig) -> Path:
     return Path(f"{config.output.rstrip('/')}.training")
 
 
-def identity(config: TrainConfig, parts: list[dict]) -> dict:
-    """What must be the same for a run to go on: the traces' parts and the keys, the number of processes first."""
+def identity(config: TrainConfig, parts: list[dict], model: RoutingConfig) -> dict:
+    """What must be the same for a run to go on: the number of processes, the traces' parts, the keys, what `model` is
+    made for.
+    """
     keys = {name: value for name, value in asdict(config).items() if name not in FREE}
-    return {"processes": config.processes, "parts": [part["sha256"] for part in parts], **keys}
+    made_for = {name: value for name, value in model.to_dict().items() if name in MADE_FOR}
+    return {"processes": config.processes, "parts": [part["sha256"] for part in parts], **keys, **made_for}
 
 
 def state_to_resume(folder: Path, run: dict) -> Path | None:
@@ -189,6 +197,8 @@ def _flat(values: dict, prefix: str = "") -> dict:
 
 
 def _named(key: str, value: object) -> str:
+    if key in MADE_FOR:
+        return MADE_FOR[key]
     if key == "parts":
         return "--traces: their parts have changed"
     return f"this run has {value} processes" if key == "processes" else f"--{key} {value}"

@@ -92,7 +92,7 @@ def _fit_with_checkpoints(
     module: PredictorModule, data: TraceDataModule, config: TrainConfig, traces: TraceSet | Samples
 ) -> tuple[lightning.Trainer, dict]:
     folder = training_folder(config)
-    run = identity(config, traces.manifest["parts"])
+    run = identity(config, traces.manifest["parts"], module.predictor.config)
     state = state_to_resume(folder, run)
     checkpoints = Checkpoints(folder, config, run, data.val_dataloader, training_provenance(config, traces))
     trainer = make_trainer(config, folder, (checkpoints,))
