@@ -166,27 +166,48 @@ class Checkpoints(lightning.Callback):
 
 def remove_states(folder: Path, keep: str | None = None) -> None:
     """Remove states to resume from, of which there are several only for a moment, or after a kill."""
-    for path in folder.glob("step-*.ckpt"):
-        if path.name != keep:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    _remove([path for path in folder.glob("step-*.ckpt") if path.name != keep])
+
+
+def require_nothing_kept(folder: Path, config: TrainConfig) -> None:
+    """Raises InputError when an earlier run kept predictors that a new one would remove, and `overwrite` is off."""
+    if _kept(folder) and not config.overwrite:
+        raise InputError(
+            f"--output {config.output}: {folder} holds predictors of an earlier run; move them away, choose another"
+            " output or add --overwrite"
+        )
 
 
 def start_afresh(folder: Path) -> None:
     """Remove what an earlier run kept, and states that were not finished; its logs stay."""
     remove_states(folder)
-    for path in (folder / BEST, *folder.glob("overlap-*")):
-        shutil.rmtree(path, ignore_errors=True)
+    _remove([*_kept(folder), *_unfinished(folder)])
 
 
 def finish(folder: Path) -> None:
     """The result of training is written: nothing is left to resume, what was kept stays."""
     (folder / RUN).unlink(missing_ok=True)
     remove_states(folder)
+    _remove(_unfinished(folder))
 
 
 def load_weights(predictor: RoutingModel, folder: Path) -> None:
     """Give a float32 `predictor` the weights that were kept in `folder`."""
     predictor.load_state_dict(load_file(folder / "model.safetensors"))
+
+
+def _kept(folder: Path) -> list[Path]:
+    return [*folder.glob(BEST), *folder.glob("overlap-*")]
+
+
+def _unfinished(folder: Path) -> list[Path]:
+    """What `configs.files` had begun to write, or to replace, when it was killed."""
+    return [*folder.glob(".*.partial"), *folder.glob(".*.old")]
+
+
+def _remove(paths: list[Path]) -> None:
+    for path in paths:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _flat(values: dict, prefix: str = "") -> dict:

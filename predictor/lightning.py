@@ -16,7 +16,7 @@ import lightning
 import torch
 from torch import Tensor
 
-from ecospec.configs.errors import DamageError
+from ecospec.configs.errors import DamageError, InputError
 from ecospec.data.module import Batch, TrainBatches
 from ecospec.predictor.base import RoutingModel
 from ecospec.predictor.config import TrainConfig
@@ -62,10 +62,13 @@ def optimizer_groups(module: torch.nn.Module, weight_decay: float) -> list[dict]
 class EndlessBatches:
     """Epoch after epoch of `batches` in one iteration, so that for Lightning training is a single epoch.
 
-    Its state is the place after the batch that is being trained on: Lightning fetches one batch ahead of that.
+    Its state is the place after the batch that is being trained on: Lightning fetches one batch ahead of that. Raises
+    InputError when an epoch has no batch.
     """
 
     def __init__(self, batches: TrainBatches) -> None:
+        if len(batches) == 0:
+            raise InputError("--traces: none of the samples is of the train split; trace more prompts")
         self.batches, self.trained = batches, batches.state_dict()
 
     def __iter__(self) -> Iterator[Batch]:

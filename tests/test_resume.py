@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from ecospec.configs.errors import DamageError, InputError
 from ecospec.predictor import lightning as training
 from ecospec.predictor.base import embedding_hash
-from ecospec.predictor.checkpoints import Checkpoints, training_folder
+from ecospec.predictor.checkpoints import Checkpoints, finish, start_afresh, training_folder
 from ecospec.predictor.evaluation import evaluate
 from ecospec.predictor.fit import fit
 from ecospec.predictor.lightning import PredictorModule
@@ -260,6 +260,42 @@ def test_a_model_made_for_something_else_is_not_resumed(tmp_path, monkeypatch):
         with pytest.raises(InputError, match=named):
             fit(draft_mlp(table, **made | changes), traces, config)
     assert fit(draft_mlp(TABLE, **made), traces, config)["steps"] == 20
+
+
+def test_kept_predictors_of_a_finished_run_are_removed_only_when_that_is_asked_for(losses, tmp_path):
+    common = {"output": str(tmp_path / "out"), "max_steps": 8, "validate_every": 4}
+    config = options(**common, checkpoint_overlaps=[0.1])
+    trained(learnable_traces(0), config)
+    folder = training_folder(config)
+    finish(folder)
+    kept = kept_files(tmp_path)
+    assert {path.parent.name for path in kept} == {"best", "overlap-0.1"}
+    losses.clear()
+    with pytest.raises(InputError, match=f"--output .*{folder} holds predictors .*--overwrite"):
+        trained(learnable_traces(0), options(**common))
+    assert kept_files(tmp_path) == kept and not losses
+    trained(learnable_traces(0), options(**common, overwrite=True))
+    assert (folder / "best").is_dir() and not (folder / "overlap-0.1").exists()
+
+
+def test_what_a_kill_left_half_written_is_removed(tmp_path):
+    for tidy in (start_afresh, finish):
+        folder = tmp_path / tidy.__name__
+        for name in (".best.17.partial", ".overlap-0.5.17.old"):
+            (folder / name).mkdir(parents=True)
+            (folder / name / "config.json").write_text("{}")
+        (folder / ".run.json.17.partial").write_text("{")
+        (folder / "csv").mkdir()
+        tidy(folder)
+        assert [path.name for path in folder.iterdir()] == ["csv"]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_without_samples_to_train_on_training_does_not_begin(kept, tmp_path):
+    traces = learnable_traces(0)
+    traces[:] = [item for item in traces if item.split == "test"]
+    with pytest.raises(InputError, match="--traces: none of the samples is of the train split"):
+        trained(traces, options(output=str(tmp_path / "out") if kept else None, max_steps=2))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
