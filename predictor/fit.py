@@ -80,7 +80,8 @@ def fit(model: RoutingModel, traces: TraceSet | Samples, config: TrainConfig) ->
     """
     train, held_out = ([item for item in traces if item.split == split] for split in ("train", "test"))
     data = TraceDataModule(train, held_out, BatchLimits(config.samples_per_batch, config.tokens_per_batch), config.seed)
-    module, batches = PredictorModule(model.train(), config, len(train)), EndlessBatches(data.train_dataloader())
+    epoch = data.train_dataloader()
+    module, batches = PredictorModule(model.train(), config, epoch), EndlessBatches(epoch)
     if config.output is None:
         trainer, kept = make_trainer(config), {}
         run_trainer(trainer, module, batches)

@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
 
 import lightning
@@ -86,9 +86,9 @@ class EndlessBatches:
 
 
 class PredictorModule(lightning.LightningModule):
-    """Trains `predictor` in place on `num_samples` samples an epoch; `seconds_now` is a clock in seconds.
+    """Trains `predictor` in place; `epoch` are this process's batches of an epoch, `seconds_now` a clock in seconds.
 
-    Counts are over all processes: `samples` and `tokens` seen, `seconds` of training. Once any of them has been
+    Counts: `batches` of each process, `tokens` seen by all, `seconds` of training. Once any of them has been
     `asked_to_end`, all are `interrupted`, and raise KeyboardInterrupt when their callbacks have seen the end of the
     optimizer step.
     """
@@ -97,13 +97,13 @@ class PredictorModule(lightning.LightningModule):
         self,
         predictor: RoutingModel,
         config: TrainConfig,
-        num_samples: int,
+        epoch: Sized,
         seconds_now: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
-        self.predictor, self.options, self.num_samples, self.seconds_now = predictor, config, num_samples, seconds_now
+        self.predictor, self.options, self.epoch, self.seconds_now = predictor, config, epoch, seconds_now
         self.limits = Limits(config.max_minutes, config.max_steps, config.max_epochs)
-        self.samples = self.tokens = 0
+        self.batches = self.tokens = 0
         self.seconds = 0.0
         self.asked_to_end = self.interrupted = False
         self.shown: dict[str, float] = {}  # beside the progress bar
@@ -151,7 +151,7 @@ class PredictorModule(lightning.LightningModule):
         self.require_finite_weights()
 
     def on_save_checkpoint(self, checkpoint: dict) -> None:
-        checkpoint["counts"] = {"samples": self.samples, "tokens": self.tokens, "seconds": self.seconds}
+        checkpoint["counts"] = {"batches": self.batches, "tokens": self.tokens, "seconds": self.seconds}
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
         for name, value in checkpoint["counts"].items():
@@ -163,7 +163,7 @@ class PredictorModule(lightning.LightningModule):
 
     def progress(self) -> float:
         """Share of training that is done."""
-        return self.limits.progress(self.seconds, self.global_step, self.samples / self.num_samples)
+        return self.limits.progress(self.seconds, self.global_step, self.batches / len(self.epoch))
 
     def learning_rate(self) -> float:
         """The one of the next optimizer step."""
@@ -205,15 +205,15 @@ class PredictorModule(lightning.LightningModule):
     def _count(self, batch: Batch, loss: float) -> None:
         """Add this batch of all processes to the counts, and take over the first one's clock."""
         seconds = self.seconds_now() - self.started if self.trainer.is_global_zero else 0.0
-        counts = [len(batch.input_ids), int(batch.lengths.sum()), seconds, self.asked_to_end, loss]
+        counts = [int(batch.lengths.sum()), seconds, self.asked_to_end, loss]
         if self.trainer.world_size > 1:
             mine = torch.tensor(counts, dtype=torch.float64, device=self.device)
             counts = self.trainer.strategy.reduce(mine, reduce_op="sum").tolist()
-        self.samples, self.tokens, self.seconds = self.samples + int(counts[0]), self.tokens + int(counts[1]), counts[2]
-        self.interrupted = counts[3] > 0
-        self.losses.append(counts[4] / self.trainer.world_size)
+        self.batches, self.tokens, self.seconds = self.batches + 1, self.tokens + int(counts[0]), counts[1]
+        self.interrupted = counts[2] > 0
+        self.losses.append(counts[3] / self.trainer.world_size)
         self.step_samples.append(batch.sample_ids)
-        if not math.isfinite(counts[4]):
+        if not math.isfinite(counts[3]):
             raise DamageError(self._diagnosis(loss, batch))
 
     def _diagnosis(self, loss: float, batch: Batch) -> str:
