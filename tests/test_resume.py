@@ -101,13 +101,14 @@ def test_a_run_cut_off_anywhere_goes_on_with_the_same_losses_and_weights(cut, ch
 @pytest.mark.parametrize("cut", [9, 12])
 def test_a_draft_mlp_cut_off_draws_the_depths_that_it_would_have(cut, losses, tmp_path, monkeypatch):
     table, common = {"embedding_sha256": embedding_hash(TABLE)}, {"max_steps": 16, "validate_every": 4}
-    whole, resumed = draft_mlp(TABLE, **table), draft_mlp(TABLE, **table)
+    whole = draft_mlp(TABLE, **table)
     fit(whole, fed_traces(0), options(output=str(tmp_path / "whole"), **common))
     expected, config = {n: seen[0] for n, seen in losses.items()}, options(output=str(tmp_path / "cut"), **common)
     losses.clear()
     cut_at(cut, monkeypatch, Cut())
     with pytest.raises(Cut):
         fit(draft_mlp(TABLE, **table), fed_traces(0), config)
+    resumed = draft_mlp(TABLE, **table)
     fit(resumed, fed_traces(0), config)
     assert losses.keys() == expected.keys() and len(losses[0]) == 1
     assert all(set(seen) == {expected[n]} for n, seen in losses.items())
