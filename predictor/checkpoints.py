@@ -18,23 +18,31 @@ from safetensors.torch import load_file
 from ecospec.configs.errors import InputError
 from ecospec.configs.files import read_json, replace_folder, write_json
 from ecospec.data.module import Batch
-from ecospec.predictor.base import RoutingModel
+from ecospec.predictor.base import RoutingConfig, RoutingModel
 from ecospec.predictor.config import TrainConfig
 from ecospec.predictor.lightning import PredictorModule
 from ecospec.predictor.overlap import Overlap
 
 RUN, BEST = "run.json", "best"
 FREE = ("output", "overwrite", "threads", "loggers")  # keys that a resumed run may change
+MADE_FOR = {  # fields of a model's configuration → what they tell apart
+    "target_config_sha256": "--target.name: its configuration has changed",
+    "embedding_sha256": "--target.name: its embedding table has changed",
+    "drafter_fingerprint": "--drafter.path: that draft head has changed",
+}
 
 
 def training_folder(config: TrainConfig) -> Path:
     return Path(f"{config.output.rstrip('/')}.training")
 
 
-def identity(config: TrainConfig, parts: list[dict]) -> dict:
-    """What must be the same for a run to go on: the traces' parts and the keys, the number of processes first."""
+def identity(config: TrainConfig, parts: list[dict], model: RoutingConfig) -> dict:
+    """What must be the same for a run to go on: the number of processes, the traces' parts, the keys, what `model` is
+    made for.
+    """
     keys = {name: value for name, value in asdict(config).items() if name not in FREE}
-    return {"processes": config.processes, "parts": [part["sha256"] for part in parts], **keys}
+    made_for = {name: value for name, value in model.to_dict().items() if name in MADE_FOR}
+    return {"processes": config.processes, "parts": [part["sha256"] for part in parts], **keys, **made_for}
 
 
 def state_to_resume(folder: Path, run: dict) -> Path | None:
@@ -100,10 +108,12 @@ class Checkpoints(lightning.Callback):
             return
         every, ended = self.options.validate_every, module.progress() >= 1
         due = every > 0 and (trainer.global_step % every == 0 or ended)
+        if not (due or ended or module.interrupted):
+            return
+        module.require_finite_weights()
         if due:
             self._validate(trainer, module)
-        if due or ended or module.interrupted:
-            self._save_state(trainer)
+        self._save_state(trainer)
 
     @torch.no_grad()
     def _validate(self, trainer: lightning.Trainer, module: PredictorModule) -> None:
@@ -156,27 +166,48 @@ class Checkpoints(lightning.Callback):
 
 def remove_states(folder: Path, keep: str | None = None) -> None:
     """Remove states to resume from, of which there are several only for a moment, or after a kill."""
-    for path in folder.glob("step-*.ckpt"):
-        if path.name != keep:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    _remove([path for path in folder.glob("step-*.ckpt") if path.name != keep])
+
+
+def require_nothing_kept(folder: Path, config: TrainConfig) -> None:
+    """Raises InputError when an earlier run kept predictors that a new one would remove, and `overwrite` is off."""
+    if _kept(folder) and not config.overwrite:
+        raise InputError(
+            f"--output {config.output}: {folder} holds predictors of an earlier run; move them away, choose another"
+            " output or add --overwrite"
+        )
 
 
 def start_afresh(folder: Path) -> None:
     """Remove what an earlier run kept, and states that were not finished; its logs stay."""
     remove_states(folder)
-    for path in (folder / BEST, *folder.glob("overlap-*")):
-        shutil.rmtree(path, ignore_errors=True)
+    _remove([*_kept(folder), *_unfinished(folder)])
 
 
 def finish(folder: Path) -> None:
     """The result of training is written: nothing is left to resume, what was kept stays."""
     (folder / RUN).unlink(missing_ok=True)
     remove_states(folder)
+    _remove(_unfinished(folder))
 
 
 def load_weights(predictor: RoutingModel, folder: Path) -> None:
     """Give a float32 `predictor` the weights that were kept in `folder`."""
     predictor.load_state_dict(load_file(folder / "model.safetensors"))
+
+
+def _kept(folder: Path) -> list[Path]:
+    return [*folder.glob(BEST), *folder.glob("overlap-*")]
+
+
+def _unfinished(folder: Path) -> list[Path]:
+    """What `configs.files` had begun to write, or to replace, when it was killed."""
+    return [*folder.glob(".*.partial"), *folder.glob(".*.old")]
+
+
+def _remove(paths: list[Path]) -> None:
+    for path in paths:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _flat(values: dict, prefix: str = "") -> dict:
@@ -187,6 +218,8 @@ def _flat(values: dict, prefix: str = "") -> dict:
 
 
 def _named(key: str, value: object) -> str:
+    if key in MADE_FOR:
+        return MADE_FOR[key]
     if key == "parts":
         return "--traces: their parts have changed"
     return f"this run has {value} processes" if key == "processes" else f"--{key} {value}"

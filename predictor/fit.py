@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from ecospec.configs.errors import InputError
 from ecospec.configs.files import provenance, require_new_folder, write_json
-from ecospec.data.module import BatchLimits, TraceDataModule
+from ecospec.data.module import Batch, BatchLimits, TraceDataModule
 from ecospec.data.traces import TraceSet
 from ecospec.predictor.base import RoutingModel
 from ecospec.predictor.checkpoints import (
@@ -26,6 +27,7 @@ from ecospec.predictor.checkpoints import (
     finish,
     identity,
     load_weights,
+    require_nothing_kept,
     save_predictor,
     start_afresh,
     state_to_resume,
@@ -43,8 +45,8 @@ def train_predictor(config: TrainConfig) -> dict | None:
     """Fit, evaluate and export as `config` says; returns the content of `metrics.json`, in the first process only.
 
     Raises InputError for a missing key, an output folder in use, traces that are not this target's or hold no answers
-    to learn from and to measure, or an interrupted run with other keys; DamageError for a loss that is not finite;
-    OSError when something cannot be written.
+    to learn from and to measure, an interrupted run with other keys, or kept predictors in the way; DamageError for a
+    loss or weights that are not finite; OSError when something cannot be written.
     """
     traces = open_traces(config)
     require_answers(traces, config)
@@ -72,33 +74,41 @@ def fit(model: RoutingModel, traces: TraceSet | Samples, config: TrainConfig) ->
     """Train in place on the `train` samples until the first limit; returns steps, seconds, samples and tokens seen.
 
     Where `output` is given, a state that the same command left behind is resumed, what `checkpoints` says is kept, and
-    the first process ends with the best weights by held-out overlap. Raises DamageError for a loss that is not finite,
-    InputError when that state is of another run.
+    the first process ends with the best weights by held-out overlap. Raises DamageError for a loss or weights that are
+    not finite, InputError without `train` samples, when that state is of another run, and when predictors that an
+    earlier run kept are in the way.
     """
     train, held_out = ([item for item in traces if item.split == split] for split in ("train", "test"))
     data = TraceDataModule(train, held_out, BatchLimits(config.samples_per_batch, config.tokens_per_batch), config.seed)
-    module = PredictorModule(model.train(), config, len(train))
+    epoch = data.train_dataloader()
+    module, batches = PredictorModule(model.train(), config, epoch), EndlessBatches(epoch)
     if config.output is None:
         trainer, kept = make_trainer(config), {}
-        run_trainer(trainer, module, EndlessBatches(data.train_dataloader()))
+        run_trainer(trainer, module, batches)
         model.float()
     else:
-        trainer, kept = _fit_with_checkpoints(module, data, config, traces)
+        trainer, kept = _fit_with_checkpoints(module, batches, data.val_dataloader, config, traces)
     counts = {"seconds": module.seconds, "samples": len(train), "tokens_seen": module.tokens}
     return {"steps": trainer.global_step, **counts, **kept}
 
 
 def _fit_with_checkpoints(
-    module: PredictorModule, data: TraceDataModule, config: TrainConfig, traces: TraceSet | Samples
+    module: PredictorModule,
+    batches: EndlessBatches,
+    held_out: Callable[[], Iterable[Batch]],
+    config: TrainConfig,
+    traces: TraceSet | Samples,
 ) -> tuple[lightning.Trainer, dict]:
     folder = training_folder(config)
-    run = identity(config, traces.manifest["parts"])
+    run = identity(config, traces.manifest["parts"], module.predictor.config)
     state = state_to_resume(folder, run)
-    checkpoints = Checkpoints(folder, config, run, data.val_dataloader, training_provenance(config, traces))
+    if state is None:
+        require_nothing_kept(folder, config)
+    checkpoints = Checkpoints(folder, config, run, held_out, training_provenance(config, traces))
     trainer = make_trainer(config, folder, (checkpoints,))
     if state is None and trainer.is_global_zero:
         start_afresh(folder)
-    run_trainer(trainer, module, EndlessBatches(data.train_dataloader()), state)
+    run_trainer(trainer, module, batches, state)
     module.predictor.float()  # DeepSpeed's mixed precision leaves it in bfloat16
     if not config.validate_every:
         return trainer, {}

@@ -38,9 +38,7 @@ def generalise(config: TrainConfig) -> dict:
     require_answers(traces, config)
     names = sorted({item.dataset for item in traces})
     if len(names) < 2:
-        raise InputError(
-            f"--traces {config.traces}: all samples are of {names[0]}; leaving one out takes two"
-        )
+        raise InputError(f"--traces {config.traces}: all samples are of {names[0]}; leaving one out takes two")
     if config.processes > 1:
         raise InputError(f"--devices {config.devices}: generalise trains one model after another; give it one process")
     require_every_part(traces, names, config)

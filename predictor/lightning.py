@@ -9,14 +9,14 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
 
 import lightning
 import torch
 from torch import Tensor
 
-from ecospec.configs.errors import DamageError
+from ecospec.configs.errors import DamageError, InputError
 from ecospec.data.module import Batch, TrainBatches
 from ecospec.predictor.base import RoutingModel
 from ecospec.predictor.config import TrainConfig
@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 FINAL_FACTOR = 0.05  # of the peak learning rate, reached when training ends
 LOG_SECONDS = 10.0
 LOG_STEPS = 10  # optimizer steps between two rows of the loggers
+REMEDY = "lower --learning_rate or look at the weights started from (what was saved before is kept)"
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,13 @@ def optimizer_groups(module: torch.nn.Module, weight_decay: float) -> list[dict]
 class EndlessBatches:
     """Epoch after epoch of `batches` in one iteration, so that for Lightning training is a single epoch.
 
-    Its state is the place after the batch that is being trained on: Lightning fetches one batch ahead of that.
+    Its state is the place after the batch that is being trained on: Lightning fetches one batch ahead of that. Raises
+    InputError when an epoch has no batch.
     """
 
     def __init__(self, batches: TrainBatches) -> None:
+        if len(batches) == 0:
+            raise InputError("--traces: none of the samples is of the train split; trace more prompts")
         self.batches, self.trained = batches, batches.state_dict()
 
     def __iter__(self) -> Iterator[Batch]:
@@ -82,9 +86,9 @@ class EndlessBatches:
 
 
 class PredictorModule(lightning.LightningModule):
-    """Trains `predictor` in place on `num_samples` samples an epoch; `seconds_now` is a clock in seconds.
+    """Trains `predictor` in place; `epoch` are this process's batches of an epoch, `seconds_now` a clock in seconds.
 
-    Counts are over all processes: `samples` and `tokens` seen, `seconds` of training. Once any of them has been
+    Counts: `batches` of each process, `tokens` seen by all, `seconds` of training. Once any of them has been
     `asked_to_end`, all are `interrupted`, and raise KeyboardInterrupt when their callbacks have seen the end of the
     optimizer step.
     """
@@ -93,17 +97,18 @@ class PredictorModule(lightning.LightningModule):
         self,
         predictor: RoutingModel,
         config: TrainConfig,
-        num_samples: int,
+        epoch: Sized,
         seconds_now: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
-        self.predictor, self.options, self.num_samples, self.seconds_now = predictor, config, num_samples, seconds_now
+        self.predictor, self.options, self.epoch, self.seconds_now = predictor, config, epoch, seconds_now
         self.limits = Limits(config.max_minutes, config.max_steps, config.max_epochs)
-        self.samples = self.tokens = 0
+        self.batches = self.tokens = 0
         self.seconds = 0.0
         self.asked_to_end = self.interrupted = False
         self.shown: dict[str, float] = {}  # beside the progress bar
         self.losses: deque[float] = deque(maxlen=config.accumulate)  # of the last batches, over all processes
+        self.step_samples: deque[tuple[str, ...]] = deque(maxlen=config.accumulate)  # names, in this process
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         groups = optimizer_groups(self.predictor, self.options.weight_decay)
@@ -142,8 +147,11 @@ class PredictorModule(lightning.LightningModule):
             self.logged = self.seconds_now()
             self.say(self._how_it_goes())
 
+    def on_train_end(self) -> None:
+        self.require_finite_weights()
+
     def on_save_checkpoint(self, checkpoint: dict) -> None:
-        checkpoint["counts"] = {"samples": self.samples, "tokens": self.tokens, "seconds": self.seconds}
+        checkpoint["counts"] = {"batches": self.batches, "tokens": self.tokens, "seconds": self.seconds}
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
         for name, value in checkpoint["counts"].items():
@@ -155,7 +163,7 @@ class PredictorModule(lightning.LightningModule):
 
     def progress(self) -> float:
         """Share of training that is done."""
-        return self.limits.progress(self.seconds, self.global_step, self.samples / self.num_samples)
+        return self.limits.progress(self.seconds, self.global_step, self.batches / len(self.epoch))
 
     def learning_rate(self) -> float:
         """The one of the next optimizer step."""
@@ -165,6 +173,17 @@ class PredictorModule(lightning.LightningModule):
     def step_loss(self) -> float:
         """Excess loss of the last optimizer step, a mean over its batches."""
         return excess_loss(statistics.fmean(self.losses), self.predictor.config.num_experts_per_tok)
+
+    def require_finite_weights(self) -> None:
+        """Raises DamageError in all processes when the last step left a weight that is not finite.
+
+        A finite loss may have an infinite gradient. The loss after the next step would tell, so only what is kept or
+        handed on needs to be looked at.
+        """
+        if torch.stack([weight.isfinite().all() for weight in self.predictor.parameters()]).all():
+            return
+        samples = ", ".join(name for names in self.step_samples for name in names)
+        raise DamageError(f"step {self.global_step}: weights are not finite after samples {samples}; {REMEDY}")
 
     def write_row(self, numbers: dict[str, float]) -> None:
         """A row in every logger, on disk at once."""
@@ -186,22 +205,22 @@ class PredictorModule(lightning.LightningModule):
     def _count(self, batch: Batch, loss: float) -> None:
         """Add this batch of all processes to the counts, and take over the first one's clock."""
         seconds = self.seconds_now() - self.started if self.trainer.is_global_zero else 0.0
-        counts = [len(batch.input_ids), int(batch.lengths.sum()), seconds, self.asked_to_end, loss]
+        counts = [int(batch.lengths.sum()), seconds, self.asked_to_end, loss]
         if self.trainer.world_size > 1:
             mine = torch.tensor(counts, dtype=torch.float64, device=self.device)
             counts = self.trainer.strategy.reduce(mine, reduce_op="sum").tolist()
-        self.samples, self.tokens, self.seconds = self.samples + int(counts[0]), self.tokens + int(counts[1]), counts[2]
-        self.interrupted = counts[3] > 0
-        self.losses.append(counts[4] / self.trainer.world_size)
-        if not math.isfinite(counts[4]):
+        self.batches, self.tokens, self.seconds = self.batches + 1, self.tokens + int(counts[0]), counts[1]
+        self.interrupted = counts[2] > 0
+        self.losses.append(counts[3] / self.trainer.world_size)
+        self.step_samples.append(batch.sample_ids)
+        if not math.isfinite(counts[3]):
             raise DamageError(self._diagnosis(loss, batch))
 
     def _diagnosis(self, loss: float, batch: Batch) -> str:
         if math.isfinite(loss):
             return f"step {self.global_step}: the loss of another process is not finite"
         samples = ", ".join(batch.sample_ids)
-        remedy = "lower --learning_rate or look at the weights started from (what was saved before is kept)"
-        return f"step {self.global_step}: the loss is {loss} on samples {samples}; {remedy}"
+        return f"step {self.global_step}: the loss is {loss} on samples {samples}; {REMEDY}"
 
     def _how_it_goes(self) -> str:
         rate, share = self.tokens / self.seconds, min(1.0, self.progress())

@@ -17,6 +17,7 @@ import torch
 
 from ecospec.configs.cli import parse
 from ecospec.configs.errors import InputError
+from ecospec.data import module as data_module
 from ecospec.data.module import BatchLimits, TrainBatches
 from ecospec.data.traces import read_traces
 from ecospec.predictor import cli
@@ -95,6 +96,14 @@ def test_training_ends_after_the_epochs_asked_for():
     assert training["tokens_seen"] == 3 * sum(len(item.input_ids) for item in traces if item.split == "train")
 
 
+@pytest.mark.parametrize(("processes", "rounds"), [(1, 6), (2, 3), (4, 2), (5, 2), (7, 1)])
+def test_an_epoch_ends_with_its_last_round_though_some_batches_are_given_twice(processes, rounds, monkeypatch):
+    """6 batches an epoch, read as the first of several processes would."""
+    monkeypatch.setattr(data_module, "_place", lambda: (0, processes))
+    _, training = trained(learnable_traces(0), options(max_epochs=4))
+    assert training["steps"] == 4 * rounds
+
+
 def test_training_ends_when_the_time_is_up():
     _, training = trained(learnable_traces(0), options(max_minutes=0.02, max_steps=100_000))
     assert 1.2 <= training["seconds"] < 6
@@ -128,9 +137,9 @@ def test_the_learning_rate_falls_with_elapsed_time_when_time_is_the_limit():
 
     config = options(max_minutes=1.0, warmup_steps=0)
     predictor = fresh_predictor(config, SHAPE, "hash", TABLE)
-    module = SixSecondSteps(predictor, config, len(traces), seconds_now=lambda: now[0])
-    batches = EndlessBatches(TrainBatches(traces, BatchLimits(tokens=config.tokens_per_batch), seed=0))
-    run_trainer(make_trainer(config), module, batches)
+    epoch = TrainBatches(traces, BatchLimits(tokens=config.tokens_per_batch), seed=0)
+    module = SixSecondSteps(predictor, config, epoch, seconds_now=lambda: now[0])
+    run_trainer(make_trainer(config), module, EndlessBatches(epoch))
     expected = [config.learning_rate * learning_rate_factor(step, 0, step / 10) for step in range(10)]
     assert seen == pytest.approx(expected)
 

@@ -24,6 +24,7 @@ SCHEMAS = {
     "drafter": TrainConfig,
     "demo": DecodeConfig,
     "decode": DecodeConfig,
+    "ladder": DecodeConfig,
 }
 
 

@@ -80,6 +80,22 @@ def test_two_processes_killed_go_on_as_one_process_would_have_and_only_as_two(st
 
 
 @pytest.mark.slow
+def test_a_loss_that_is_not_finite_in_one_process_ends_all_and_spares_what_was_saved(tmp_path):
+    ended = run(2, tmp_path / "losses", *words(tmp_path / "out", **TWO), spoil_at=7)
+    assert ended.returncode == 1 and not (tmp_path / "out").exists()
+    assert (tmp_path / "exits").read_text().split() == ["1", "1"]
+    assert "step 6: the loss of another process is not finite" in ended.stderr
+    assert re.search(r"step 6: the loss is nan on samples \S+.*--learning_rate", ended.stderr)
+    assert [step for step, _ in read_losses(tmp_path / "losses")] == [1, 2, 3, 4, 5, 6]
+    folder = tmp_path / "out.training"
+    assert json.loads((folder / "run.json").read_text())["last"] == "step-4.ckpt"
+    state = torch.load(folder / "step-4.ckpt")["state_dict"]
+    assert state and all(weight.isfinite().all() for weight in state.values())
+    resumed = run(2, tmp_path / "losses", *words(tmp_path / "out", **TWO))
+    assert resumed.returncode == 0, resumed.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("die_at", [3, 6, 10])
 def test_a_killed_process_goes_on_bit_for_bit(die_at, one_process, tmp_path):
     killed = run(1, tmp_path / "losses", *words(tmp_path / "out"), die_at=die_at, paired=True)
@@ -97,5 +113,6 @@ def test_mixed_precision_under_deepspeed_exports_float32(one_process, tmp_path):
     done = run(2, tmp_path / "losses", *words(tmp_path / "out", **changes))
     assert done.returncode == 0, done.stderr
     assert {weight.dtype for weight in load_predictor(tmp_path / "out").parameters()} == {torch.float32}
-    expected = dict(read_losses(one_process / "losses"))
-    assert all(math.isclose(loss, expected[step], rel_tol=0.02) for step, loss in read_losses(tmp_path / "losses"))
+    expected, losses = (dict(read_losses(folder / "losses")) for folder in (one_process, tmp_path))
+    assert losses.keys() == expected.keys()
+    assert all(math.isclose(loss, expected[step], rel_tol=0.02) for step, loss in losses.items())

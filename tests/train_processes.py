@@ -2,7 +2,8 @@
 
 `python -m tests.train_processes predictor …` is `ecospec-train predictor …`; `torchrun` may start several. Environment:
 `LOSSES` names a file to append the loss of every step to, `DIE_AT` the step at which the first process kills itself,
-`PAIRED` makes one process read its batches in the order in which two would.
+`SPOIL_AT` the one in which the last process's loss alone is NaN, `PAIRED` makes one process read its batches in the
+order in which two would. Each process adds what it ends with to a file `exits` beside `LOSSES`.
 
 Lightning refuses DeepSpeed on anything but GPUs, though DeepSpeed itself runs over gloo: `CpuDeepSpeed` overrides that.
 """
@@ -21,7 +22,9 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, Strateg
 
 from ecospec.data import module as data_module
 from ecospec.predictor import cli, trainer
+from ecospec.predictor import lightning as lightning_module
 from ecospec.predictor.lightning import PredictorModule
+from ecospec.predictor.loss import batch_loss
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -66,19 +69,36 @@ def watch(losses: Path, die_at: int) -> None:
     PredictorModule.on_train_batch_end = watched
 
 
+def spoil(step: int) -> None:
+    """Let the loss of the last process, and of no other, be NaN in this optimizer step.
+
+    All are to end by themselves: what torchrun sends to the others when one has ended is ignored.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    training_step = PredictorModule.training_step
+
+    def spoiled(module: PredictorModule, batch: object, batch_idx: int) -> torch.Tensor:
+        last = module.global_rank == module.trainer.world_size - 1
+        if last and module.global_step + 1 == step:
+            lightning_module.batch_loss = lambda predictor, batch: batch_loss(predictor, batch) * float("nan")
+        return training_step(module, batch, batch_idx)
+
+    PredictorModule.training_step = spoiled
+
+
 def read_in_pairs() -> None:
     group = data_module.group_by_length
     data_module.group_by_length = lambda *args, **more: group(*args[:4], **{"processes": 2} | more)
 
 
 def run(
-    processes: int, losses: Path, *words: str, die_at: int = 0, paired: bool = False
+    processes: int, losses: Path, *words: str, die_at: int = 0, spoil_at: int = 0, paired: bool = False
 ) -> subprocess.CompletedProcess:
     """Start this module as so many processes."""
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
     command = [sys.executable, "-m", *(torchrun if processes > 1 else []), "tests.train_processes", *words]
-    environment = {"LOSSES": str(losses), "DIE_AT": str(die_at), "PAIRED": "1" if paired else ""}
-    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {"LOSSES": str(losses), "DIE_AT": str(die_at), "SPOIL_AT": str(spoil_at)}
+    environment |= {"PAIRED": "1" if paired else "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     options = {"cwd": ROOT, "env": os.environ | environment, "capture_output": True, "text": True, "timeout": 300}
     return subprocess.run(command, check=False, **options)
 
@@ -87,6 +107,11 @@ if __name__ == "__main__":
     if any("deepspeed" in word for word in sys.argv):
         allow_deepspeed_on_cpus()
     watch(Path(os.environ["LOSSES"]), int(os.environ["DIE_AT"]))
+    if int(os.environ["SPOIL_AT"]):
+        spoil(int(os.environ["SPOIL_AT"]))
     if os.environ["PAIRED"]:
         read_in_pairs()
-    sys.exit(cli.main())
+    code = cli.main()
+    with Path(os.environ["LOSSES"]).with_name("exits").open("a") as file:
+        file.write(f"{code}\n")
+    sys.exit(code)

@@ -103,9 +103,10 @@ def measure(items: list[Trace], windows: int, steps: int) -> list[tuple[float, f
     predictor = fresh_predictor(config, shape, "hash", torch.randn(V, D)).train()
     timed = Windows(BareLoop(copy.deepcopy(predictor), config), steps)
     data = TraceDataModule(items, [], BatchLimits(tokens=config.tokens_per_batch))
-    module, batches = PredictorModule(predictor, config, len(items)), EndlessBatches(data.train_dataloader())
+    module = PredictorModule(predictor, config, data.train_dataloader())
     with tempfile.TemporaryDirectory() as logs:
-        run_trainer(make_trainer(config, Path(logs), callbacks=(timed,)), module, batches)
+        trainer = make_trainer(config, Path(logs), callbacks=(timed,))
+        run_trainer(trainer, module, EndlessBatches(data.train_dataloader()))
     return timed.seconds[1:]
 
 
