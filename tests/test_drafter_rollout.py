@@ -69,7 +69,7 @@ def decode_chain(head: Eagle3Head, ids_T: Tensor, features_TF: Tensor, start: in
     """
     drafter, done = TreeDrafter(head, STEPS, topk=2), 0
     for end in [*rounds, start + 1]:
-        out = drafter._extend([ids_T[: end + 1]], [features_TF[done:end]])
+        _, out = drafter._extend([ids_T[: end + 1]], [features_TF[done:end]])
         if end <= start:
             drafter._grow(out)
             drafter.cache.keep([[]], 2 * (STEPS - 1))
