@@ -235,7 +235,7 @@ def test_a_predictor_is_evaluated_on_its_own_target_only(recorded, tiny_target, 
     of_target, of_other, traces = ["--target", str(tiny_target)], ["--target", str(other)], ["--traces", str(recorded)]
     for words, named in (
         ([*of_other, *traces], "recorded on"),
-        ([*of_target, *traces, "--predictor", "lab"], "trained for target lab"),
+        ([*of_target, *traces, "--predictor", "lab"], "this target has 3 of 8"),
         (of_target, "--traces"),
     ):
         assert cli.main(["evaluate", *words]) == 2
