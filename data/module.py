@@ -16,6 +16,7 @@ import lightning
 import numpy as np
 import torch
 from torch import Tensor, distributed
+from torch.nn.utils.rnn import pad_sequence
 
 from ecospec.data.traces import Trace
 
@@ -82,16 +83,10 @@ def collate(items: Sequence[Trace]) -> Batch:
         experts[row, :length] = item.experts
     prompt_lens = torch.tensor([item.prompt_len for item in items])
     names = tuple(item.sample_id for item in items)
-    fed = _padded([item.fed for item in items]) if hasattr(items[0], "fed") else None
+    fed = None
+    if hasattr(items[0], "fed"):
+        fed = pad_sequence([item.fed.transpose(0, 1) for item in items], batch_first=True).transpose(1, 2)
     return Batch(torch.from_numpy(input_ids), torch.from_numpy(experts), torch.tensor(lengths), prompt_lens, names, fed)
-
-
-def _padded(parts: list[Tensor]) -> Tensor:
-    """Tensors [A, T, F] of several lengths as one [B, A, T, F], padded with 0."""
-    whole = parts[0].new_zeros(len(parts), len(parts[0]), max(part.shape[1] for part in parts), parts[0].shape[2])
-    for row, part in enumerate(parts):
-        whole[row, :, : part.shape[1]] = part
-    return whole
 
 
 def group_by_length(

@@ -28,8 +28,8 @@ from ecospec.predictor.metrics import measure
 from ecospec.predictor.model import ExpertPredictor
 from ecospec.predictor.rungs import DraftMLP, LinearPredictor
 from ecospec.predictor.simple import FrequencyPredictor, LastStepPredictor, TokenPredictor, fit_tables
-from ecospec.predictor.task import Samples, attached_head, fed_by, open_target_traces
-from ecospec.tracing.target import config_hash, load_target, load_target_config, part_folder, shape_of
+from ecospec.predictor.task import Samples, attached_head, fed_by, known_of, open_target_traces
+from ecospec.tracing.target import load_target, part_folder
 
 METRICS = "metrics.json"
 STEP_TOKENS = 11  # nodes of the default draft tree (3 steps, top-2), root included
@@ -48,10 +48,9 @@ def evaluate_predictor(config: TrainConfig) -> dict:
     if config.output is not None:
         require_new_folder(Path(config.output), config.overwrite, METRICS)
     traces, folders = open_target_traces(config), _folders(config)
-    model_config = load_target_config(config.target)
-    shape = shape_of(model_config, config.target.trust_remote_code)
+    known = known_of(config.target)
     for folder in folders:
-        require_target(str(folder), read_json(folder / "config.json"), shape, config_hash(model_config))
+        require_target(str(folder), read_json(folder / "config.json"), *known)
     table_VD = load_embedding(config.target)
     models = [load_predictor(folder).attach_embedding(table_VD) for folder in folders]
     samples = _with_what_they_read(config, traces, models)

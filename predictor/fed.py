@@ -46,9 +46,8 @@ def require_rollout(head: nn.Module) -> None:
 def read_fed(model: nn.Module, head: Eagle3Head, items: Sequence[Trace], steps: int) -> list[FedTrace]:
     """`items` with what `head`, attached to the target `model`, is fed when a draft goes `steps` tokens deep.
 
-    Kept in memory: (steps + 1) · F numbers of two bytes a token. Raises InputError as `require_rollout` does.
+    Kept in memory: (steps + 1) · F numbers of two bytes a token. `head` is one that `require_rollout` passes.
     """
-    require_rollout(head)
     found: dict[int, FedTrace] = {}
     lengths = [len(item.input_ids) for item in items]
     groups = group_by_length(lengths, BatchLimits(tokens=READ_TOKENS), seed=0, epoch=0)

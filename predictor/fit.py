@@ -147,9 +147,8 @@ def prepare_process(config: TrainConfig) -> None:
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     if not torch.cuda.is_available():
-        os.environ.setdefault(
-            "DS_ACCELERATOR", "cpu"
-        )  # else DeepSpeed, where installed, tells stdout that it found none
+        # or else DeepSpeed, where it is installed, tells stdout that it found no GPU
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     for library in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(library).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=r".*LeafSpec.* is deprecated", module=r"lightning\.")

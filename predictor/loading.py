@@ -20,14 +20,19 @@ KINDS: dict[str, type[RoutingModel]] = {
 }
 
 
-def kind_of(folder: Path) -> str:
-    """Which of `KINDS` a folder holds. Raises InputError for anything else."""
+def kind_and_values(folder: Path) -> tuple[str, dict]:
+    """Which of `KINDS` a folder holds, and its `config.json`. Raises InputError for anything else."""
     values = read_json(folder / "config.json")
     model_type = values.get("model_type") if isinstance(values, dict) else None
     for kind, model_class in KINDS.items():
         if model_class.config_class.model_type == model_type:
-            return kind
+            return kind, values
     raise InputError(f"{folder}: is no expert predictor; give the folder that ecospec-train predictor wrote")
+
+
+def kind_of(folder: Path) -> str:
+    """Which of `KINDS` a folder holds. Raises InputError for anything else."""
+    return kind_and_values(folder)[0]
 
 
 def kind_of_model(model: RoutingModel) -> str:
@@ -37,13 +42,13 @@ def kind_of_model(model: RoutingModel) -> str:
 
 def predictor_values(folder: Path, kind: str) -> dict:
     """The `config.json` of a predictor folder. Raises InputError when it holds another kind."""
-    found = kind_of(folder)
+    found, values = kind_and_values(folder)
     if found != kind:
         raise InputError(
             f"--predictor.path {folder}: holds a {found} where footprints {kind} need a {kind}; give a folder of that "
             f"kind, or --footprints {found}"
         )
-    return read_json(folder / "config.json")
+    return values
 
 
 def load_predictor(folder: Path) -> RoutingModel:

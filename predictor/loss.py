@@ -10,6 +10,7 @@ width.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,11 +47,12 @@ def chunked_loss(logits_of: LogitsOf, hidden_NH: Tensor, experts_NLK: Tensor) ->
     Its peak is `LOSS_CHUNKS` · `CHUNK_TOKENS` · L · E float32 numbers beyond its arguments, the model's parameters, and
     the gradients of both.
     """
-    if len(hidden_NH) <= CHUNK_TOKENS:  # nothing to save by computing it again
-        return layer_losses(logits_of(hidden_NH), experts_NLK).sum() / max(1, len(experts_NLK) * experts_NLK.shape[1])
+    run = _sum_of_losses
+    if len(hidden_NH) > CHUNK_TOKENS:  # nothing is saved by computing a single chunk again
+        run = partial(checkpoint, _sum_of_losses, use_reentrant=False)
     total = hidden_NH.new_zeros((), dtype=torch.float32)
     for hidden, experts in zip(hidden_NH.split(CHUNK_TOKENS), experts_NLK.split(CHUNK_TOKENS), strict=True):
-        total = total + checkpoint(_sum_of_losses, logits_of, hidden, experts, use_reentrant=False)
+        total = total + run(logits_of, hidden, experts)
     return total / max(1, len(experts_NLK) * experts_NLK.shape[1])
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ecospec.configs.errors import InputError
+from ecospec.configs.schema import TargetConfig
 from ecospec.data.traces import Trace, TraceSet, read_traces
 from ecospec.inference.drafters.eagle3 import Eagle3Head
 from ecospec.inference.drafters.eagle3_checkpoint import load_head
@@ -73,9 +74,7 @@ def open_task(config: TrainConfig, traces: TraceSet) -> Task:
         head = attached_head(config, target)
         identity = identity_of(config, target.shape, target.config_sha256, load_embedding(config.target))
         return Task(fed_by(config, traces, target, head), new_draft_mlp(config, identity, head))
-    model_config = load_target_config(config.target)
-    shape = shape_of(model_config, config.target.trust_remote_code)
-    identity = identity_of(config, shape, config_hash(model_config), load_embedding(config.target))
+    identity = identity_of(config, *known_of(config.target), load_embedding(config.target))
     return Task(traces, (new_predictor if config.kind == "predictor" else new_linear)(config, identity))
 
 
@@ -148,10 +147,15 @@ def open_target_traces(config: TrainConfig) -> TraceSet:
     """The trace folder. Raises InputError when it is missing, or was recorded on another target than `target.name`."""
     if config.traces is None:
         raise InputError("--traces: missing; give a trace folder")
-    traces, model_config = read_traces(config.traces), load_target_config(config.target)
-    shape = shape_of(model_config, config.target.trust_remote_code)
-    require_same_target(traces, config, shape, config_hash(model_config))
+    traces = read_traces(config.traces)
+    require_same_target(traces, config, *known_of(config.target))
     return traces
+
+
+def known_of(target: TargetConfig) -> tuple[MoeShape, str]:
+    """Shape and configuration hash of a target whose weights are not loaded."""
+    model_config = load_target_config(target)
+    return shape_of(model_config, target.trust_remote_code), config_hash(model_config)
 
 
 def require_same_target(traces: TraceSet, config: TrainConfig, shape: MoeShape, config_sha256: str) -> None:
