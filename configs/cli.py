@@ -18,7 +18,7 @@ from pathlib import Path
 import jsonargparse
 import yaml
 
-from ecospec.configs.errors import DamageError, InputError
+from ecospec.errors import DamageError, InputError
 
 jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
 

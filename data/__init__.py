@@ -1,6 +1,6 @@
 """Benchmark prompts, trace reading and the lab. Names are imported on first use: this module loads nothing."""
 
-from ecospec.configs.lazy import attributes
+from ecospec.lazy import attributes
 
 _HOMES = {
     "Prompt": "prompts",

@@ -6,7 +6,7 @@ Knows nothing about tokens or models. docs/benchmarks.md says which choices are 
 import sys
 from dataclasses import dataclass
 
-from ecospec.configs.errors import InputError, brief
+from ecospec.errors import InputError, brief
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
-from ecospec.configs.errors import InputError, brief
 from ecospec.configs.schema import PromptConfig
 from ecospec.data.benchmarks import BENCHMARKS, Benchmark, hub_rows
+from ecospec.errors import InputError, brief
 
 log = logging.getLogger(__name__)
 

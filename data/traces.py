@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ecospec.configs.errors import DamageError, InputError
-from ecospec.tracing.layout import MANIFEST, decode_experts, open_part, read_manifest, reading
+from ecospec.errors import DamageError, InputError
+from ecospec.tracing.store.layout import MANIFEST, decode_experts, open_part, read_manifest, reading
 
 if TYPE_CHECKING:
     import datasets

@@ -3,16 +3,16 @@
 The names below are imported when first used, so that `--help` does not wait for PyTorch.
 """
 
-from ecospec.configs.lazy import attributes
+from ecospec.lazy import attributes
 
 _HOMES = {
-    "CustomGenerate": "generation",
+    "CustomGenerate": "decoding.generation",
     "DraftTree": "tree",
     "DrafterConfig": "config",
     "EcoSpecDecoder": "api",
-    "Method": "decoder",
+    "Method": "decoding.loop",
     "generate": "api",
-    "select": "selection",
+    "select": "selection.greedy",
 }
 __all__ = sorted(_HOMES)
 __getattr__ = attributes(__name__, _HOMES)

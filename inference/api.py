@@ -8,15 +8,15 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from ecospec.configs.schema import PredictorConfig, TargetConfig
 from ecospec.inference.assemble import MethodPlan, Workshop, source_of
 from ecospec.inference.config import DrafterConfig, SelectionConfig
-from ecospec.inference.decoder import Method
+from ecospec.inference.decoding.generation import generate_with
+from ecospec.inference.decoding.loop import Method
+from ecospec.inference.decoding.statistics import Run
 from ecospec.inference.drafters.base import BatchDrafter, Drafter
-from ecospec.inference.footprints import FootprintSource
-from ecospec.inference.generation import generate_with
-from ecospec.inference.selection import EPSILON
-from ecospec.inference.statistics import Run
-from ecospec.predictor.base import RoutingModel
-from ecospec.tracing.recorder import RoutingRecorder
-from ecospec.tracing.target import Target, load_target
+from ecospec.inference.footprints.sources import FootprintSource
+from ecospec.inference.selection.greedy import EPSILON
+from ecospec.predictor.kinds.base import RoutingModel
+from ecospec.tracing.target.loading import Target, load_target
+from ecospec.tracing.target.recorder import RoutingRecorder
 
 
 class EcoSpecDecoder:

@@ -6,9 +6,9 @@ from functools import cached_property
 from pathlib import Path
 
 from ecospec.configs.cli import SHORT_FORMS, override
-from ecospec.configs.errors import InputError
 from ecospec.configs.schema import PredictorConfig
 from ecospec.data.traces import TraceSet, read_traces
+from ecospec.errors import InputError
 from ecospec.inference.config import (
     BASELINES,
     DecodeConfig,
@@ -16,14 +16,14 @@ from ecospec.inference.config import (
     MethodConfig,
     SelectionConfig,
 )
-from ecospec.inference.decoder import Method
+from ecospec.inference.decoding.loop import Method
 from ecospec.inference.drafters.base import BatchDrafter, DraftHead, EachRow
-from ecospec.inference.drafters.eagle3_checkpoint import load_head
+from ecospec.inference.drafters.draft_lm.head import load_language_model_head
+from ecospec.inference.drafters.eagle3.checkpoint import load_head
 from ecospec.inference.drafters.growth import TreeDrafter
-from ecospec.inference.drafters.language_model import load_language_model_head
-from ecospec.inference.drafters.mtp import load_mtp_head
-from ecospec.inference.drafters.prompt_lookup import PromptLookupDrafter
-from ecospec.inference.footprints import (
+from ecospec.inference.drafters.mtp.head import load_mtp_head
+from ecospec.inference.drafters.prompt_lookup.lookup import PromptLookupDrafter
+from ecospec.inference.footprints.sources import (
     DraftMLPFootprints,
     FootprintSource,
     LastStepFootprints,
@@ -31,11 +31,11 @@ from ecospec.inference.footprints import (
     PredictorFootprints,
     TableFootprints,
 )
-from ecospec.inference.selection import NEEDS_FOOTPRINTS
-from ecospec.predictor.base import RoutingModel
-from ecospec.predictor.loading import kind_of_model, load_predictor, predictor_values
-from ecospec.predictor.simple import fit_tables
-from ecospec.tracing.target import Target, check_moe, part_folder, resolve_target
+from ecospec.inference.selection.greedy import NEEDS_FOOTPRINTS
+from ecospec.predictor.kinds.base import RoutingModel
+from ecospec.predictor.kinds.loading import kind_of_model, load_predictor, predictor_values
+from ecospec.predictor.kinds.tables import fit_tables
+from ecospec.tracing.target.loading import Target, check_moe, part_folder, resolve_target
 
 TRAINED = {  # footprints of a model in an exported folder, and what runs it
     "predictor": PredictorFootprints,

@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from ecospec.configs import cli
-from ecospec.configs.errors import InputError
+from ecospec.errors import InputError
 from ecospec.inference.config import DecodeConfig, only_one
 
 
 def check(config: DecodeConfig) -> None:
-    from ecospec.inference.preflight import preflight
-    from ecospec.inference.runfolder import prompts_in_context
+    from ecospec.inference import preflight
+    from ecospec.inference.evaluation.runfolder import prompts_in_context
 
     for finding in preflight(config):
         print(f"{finding.what:<24} {finding.value}")
@@ -25,14 +25,14 @@ def generate(config: DecodeConfig) -> None:
     """Decode with the method that the top-level keys describe, streaming text to stdout and statistics to stderr."""
     from transformers import TextStreamer
 
+    from ecospec.inference import preflight
     from ecospec.inference.api import EcoSpecDecoder
     from ecospec.inference.assemble import Workshop, plan_methods
-    from ecospec.inference.evaluate import sample_seed, sampling_options
-    from ecospec.inference.preflight import preflight
-    from ecospec.inference.runfolder import prompts_in_context
-    from ecospec.inference.turns import Turns
-    from ecospec.tracing.requests import prompt_ids
-    from ecospec.tracing.target import load_target
+    from ecospec.inference.evaluation.evaluate import sample_seed, sampling_options
+    from ecospec.inference.evaluation.runfolder import prompts_in_context
+    from ecospec.inference.evaluation.turns import Turns
+    from ecospec.tracing.target.loading import load_target
+    from ecospec.tracing.target.requests import prompt_ids
 
     import torch  # isort: skip
 
@@ -58,28 +58,28 @@ def generate(config: DecodeConfig) -> None:
 
 
 def evaluate(config: DecodeConfig) -> None:
-    from ecospec.inference.runfolder import run_eval
+    from ecospec.inference.evaluation.runfolder import run_eval
 
     _prepare_process(config)
     print(run_eval(config, _output(config, "results.json")))
 
 
 def record(config: DecodeConfig) -> None:
-    from ecospec.inference.offline import TREES, run_record
+    from ecospec.inference.replay.command import TREES, run_record
 
     _prepare_process(config)
     print(run_record(config, _output(config, TREES)))
 
 
 def replay(config: DecodeConfig) -> None:
-    from ecospec.inference.offline import REPLAY, run_replay
+    from ecospec.inference.replay.command import REPLAY, run_replay
 
     _prepare_process(config)
     print(run_replay(config, _output(config, REPLAY)))
 
 
 def report(config: DecodeConfig, folders: list[str]) -> None:
-    from ecospec.inference.report import write_report
+    from ecospec.inference.report.document import write_report
 
     for path in write_report([Path(folder) for folder in folders], _output(config, "report.html")):
         print(path)
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _output(config: DecodeConfig, artifact: str) -> Path:
-    from ecospec.configs.files import require_new_folder
+    from ecospec.files import require_new_folder
 
     if config.output is None:
         raise InputError("--output: not given; say which folder to write")

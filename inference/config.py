@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ecospec.configs.errors import InputError
 from ecospec.configs.schema import PredictorConfig, PromptConfig, TargetConfig
+from ecospec.errors import InputError
 
 LEAST_TEMPERATURE = 1e-3  # below it logits overflow
 BASELINES = ("none", "hf_greedy")  # our plain loop; Transformers' own `generate`

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from ecospec.configs.errors import InputError
+from ecospec.errors import InputError
 from ecospec.inference.assemble import (
     COUNTED,
     MethodPlan,
@@ -17,13 +17,13 @@ from ecospec.inference.assemble import (
 )
 from ecospec.inference.config import DecodeConfig, DrafterConfig
 from ecospec.inference.drafters.base import NO_HIDDEN
-from ecospec.inference.drafters.eagle3_checkpoint import inspect_head
+from ecospec.inference.drafters.draft_lm.head import inspect_language_model
+from ecospec.inference.drafters.eagle3.checkpoint import inspect_head
 from ecospec.inference.drafters.headers import safetensors_shapes
-from ecospec.inference.drafters.language_model import inspect_language_model
-from ecospec.inference.drafters.mtp import inspect_mtp
-from ecospec.inference.verification import check_batch, check_tree_support
-from ecospec.predictor.loading import predictor_values, require_target
-from ecospec.tracing.target import (
+from ecospec.inference.drafters.mtp.head import inspect_mtp
+from ecospec.inference.target.verification import check_batch, check_tree_support
+from ecospec.predictor.kinds.loading import predictor_values, require_target
+from ecospec.tracing.target.loading import (
     MoeShape,
     config_hash,
     load_target_config,
@@ -33,7 +33,7 @@ from ecospec.tracing.target import (
     resolve_target,
     shape_of,
 )
-from ecospec.tracing.widening import widen_experts
+from ecospec.tracing.target.widening import widen_experts
 
 GIB = 2**30
 

@@ -3,17 +3,17 @@
 Names are imported on first use: this module loads nothing.
 """
 
-from ecospec.configs.lazy import attributes
+from ecospec.lazy import attributes
 
 _HOMES = {
-    "ExpertPredictor": "model",
-    "ExpertPredictorConfig": "model",
-    "load_predictor": "loading",
-    "expert_loss": "loss",
-    "excess_loss": "loss",
-    "top_experts": "metrics",
-    "fit_frequency": "simple",
-    "fit_token": "simple",
+    "ExpertPredictor": "kinds.predictor.model",
+    "ExpertPredictorConfig": "kinds.predictor.model",
+    "load_predictor": "kinds.loading",
+    "expert_loss": "objective.loss",
+    "excess_loss": "objective.loss",
+    "top_experts": "objective.metrics",
+    "fit_frequency": "kinds.tables",
+    "fit_token": "kinds.tables",
     "load_embedding": "embedding",
 }
 __all__ = list(_HOMES)

@@ -16,7 +16,7 @@ COLUMNS = {
 
 def train_predictor(config: TrainConfig) -> None:
     """Fit the expert predictor and print how it compares with the simple ones."""
-    from ecospec.predictor.fit import train_predictor as train
+    from ecospec.predictor.training.fit import train_predictor as train
 
     metrics = train(config)
     if metrics is None:  # another process than the first
@@ -27,8 +27,8 @@ def train_predictor(config: TrainConfig) -> None:
 
 def evaluate_predictor(config: TrainConfig) -> None:
     """Print what an exported predictor and the simple ones are worth on a trace folder."""
-    from ecospec.predictor.evaluation import evaluate_predictor as evaluate
-    from ecospec.predictor.fit import prepare_process
+    from ecospec.predictor.evaluation.evaluate import evaluate_predictor as evaluate
+    from ecospec.predictor.training.fit import prepare_process
 
     prepare_process(config)
     metrics = evaluate(config)
@@ -39,7 +39,7 @@ def evaluate_predictor(config: TrainConfig) -> None:
 
 def generalise(config: TrainConfig) -> None:
     """Print how a predictor does on each data set when that is left out, and by the number of tokens trained on."""
-    from ecospec.predictor.generalisation import generalise as measure
+    from ecospec.predictor.evaluation.generalisation import generalise as measure
 
     metrics = measure(config)
     print(generalisation_table(metrics))
@@ -48,7 +48,7 @@ def generalise(config: TrainConfig) -> None:
 
 def train_drafter(config: TrainConfig) -> None:
     """Fit an EAGLE-3 head and print how often the target agrees with it."""
-    from ecospec.predictor.drafter import train_drafter as train
+    from ecospec.predictor.heads.training import train_drafter as train
 
     metrics = train(config)
     agreement = ", ".join(f"{share:.1%}" for share in metrics["agreement"])

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ecospec.configs.errors import InputError
 from ecospec.configs.schema import PredictorConfig, TargetConfig
+from ecospec.errors import InputError
 
 _POSITIVE = (
     "max_minutes",

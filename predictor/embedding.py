@@ -14,10 +14,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from ecospec.configs.errors import InputError
-from ecospec.configs.files import read_json
 from ecospec.configs.schema import TargetConfig
-from ecospec.tracing.target import load_target_config, resolve_target
+from ecospec.errors import InputError
+from ecospec.files import read_json
+from ecospec.tracing.target.loading import load_target_config, resolve_target
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from ecospec.inference.drafters.eagle3 import Eagle3Head
-from ecospec.inference.drafters.eagle3_checkpoint import load_head
+from ecospec.inference.drafters.eagle3.checkpoint import load_head
+from ecospec.inference.drafters.eagle3.head import Eagle3Head
 from tests.eagle3_heads import HEAD_DIM, HEADS, KV_HEADS, H, TinyHead, V, numbers, target_config
 
 EPS = 1e-5

@@ -8,11 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from ecospec.predictor import task
 from ecospec.predictor.config import BackboneConfig, TrainConfig
-from ecospec.predictor.fit import fit
-from ecospec.predictor.model import ExpertPredictor
-from ecospec.tracing.target import MoeShape
+from ecospec.predictor.kinds.predictor.model import ExpertPredictor
+from ecospec.predictor.training import fit, task
+from ecospec.tracing.target.loading import MoeShape
 
 L, E, K, V, D = 2, 12, 3, 24, 16
 SHAPE = MoeShape("qwen3_moe", (0, 1), E, K, V, D, 2)

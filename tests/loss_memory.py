@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from ecospec.data.module import Batch
-from ecospec.predictor.loss import CHUNK_TOKENS, batch_loss, expert_loss
-from ecospec.predictor.overlap import Overlap
+from ecospec.predictor.objective.loss import CHUNK_TOKENS, batch_loss, expert_loss
+from ecospec.predictor.objective.overlap import Overlap
 from tests.halves import ReadsTokens
 
 H, K = 64, 8

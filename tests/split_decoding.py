@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from ecospec.inference.decoder import Method
-from ecospec.inference.generation import generate_with
-from ecospec.tracing.recorder import RoutingRecorder
+from ecospec.inference.decoding.generation import generate_with
+from ecospec.inference.decoding.loop import Method
+from ecospec.tracing.target.recorder import RoutingRecorder
 from tests.stand_ins import GREEDY, NoisyOracle
 
 PLANS = {

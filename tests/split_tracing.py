@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from ecospec.configs.schema import TargetConfig
 from ecospec.data.prompts import Prompt
-from ecospec.tracing.engine import Sampling, TransformersEngine
-from ecospec.tracing.replicas import replica_of
-from ecospec.tracing.requests import Request
-from ecospec.tracing.target import load_target
-from ecospec.tracing.validation import Routed
+from ecospec.tracing.job.engine import Sampling, TransformersEngine
+from ecospec.tracing.job.validation import Routed
+from ecospec.tracing.target.loading import load_target
+from ecospec.tracing.target.replicas import replica_of
+from ecospec.tracing.target.requests import Request
 
 LENGTHS = (3, 17, 9)
 

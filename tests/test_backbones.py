@@ -8,15 +8,15 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from ecospec.configs.errors import InputError
 from ecospec.configs.schema import TargetConfig
-from ecospec.predictor.backbone import backbone_config
-from ecospec.predictor.base import embedding_hash
+from ecospec.errors import InputError
 from ecospec.predictor.config import BackboneConfig
 from ecospec.predictor.embedding import load_embedding
 from ecospec.predictor.evaluation import evaluate
-from ecospec.predictor.fit import fit
-from ecospec.predictor.model import ExpertPredictor, ExpertPredictorConfig
+from ecospec.predictor.kinds.base import embedding_hash
+from ecospec.predictor.kinds.predictor.backbone import backbone_config
+from ecospec.predictor.kinds.predictor.model import ExpertPredictor, ExpertPredictorConfig
+from ecospec.predictor.training import fit
 from tests.learnable import TABLE, V, learnable_traces, new_predictor, options, trained
 from tests.tiny import random_model
 

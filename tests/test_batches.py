@@ -7,16 +7,22 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from ecospec.configs.errors import InputError
-from ecospec.inference import Method, generate, picking
-from ecospec.inference.drafters.eagle3 import Eagle3Head
+from ecospec.errors import InputError
+from ecospec.inference import Method, generate
+from ecospec.inference.decoding import picking
+from ecospec.inference.decoding.generation import CustomGenerate
+from ecospec.inference.drafters.eagle3.head import Eagle3Head
 from ecospec.inference.drafters.growth import TreeDrafter
-from ecospec.inference.evaluate import left_padded
-from ecospec.inference.footprints import DraftMLPFootprints, LastStepFootprints, LinearFootprints, TableFootprints
-from ecospec.inference.generation import CustomGenerate
-from ecospec.inference.selection import choose
+from ecospec.inference.evaluation.evaluate import left_padded
+from ecospec.inference.footprints.sources import (
+    DraftMLPFootprints,
+    LastStepFootprints,
+    LinearFootprints,
+    TableFootprints,
+)
+from ecospec.inference.selection.greedy import choose
 from ecospec.inference.tree import DraftTree, tree_from_levels
-from ecospec.predictor.simple import FrequencyPredictor
+from ecospec.predictor.kinds.tables import FrequencyPredictor
 from tests.stand_ins import (
     GREEDY,
     SAMPLED,

@@ -8,11 +8,11 @@ from pathlib import Path
 import datasets
 import pytest
 
-from ecospec.configs.errors import InputError
 from ecospec.configs.schema import PromptConfig
 from ecospec.data import benchmarks
 from ecospec.data.benchmarks import BENCHMARKS
 from ecospec.data.prompts import Prompt, read_prompts
+from ecospec.errors import InputError
 
 QUESTION = "What is {prompt} in $\\frac{1}{2}$?\r\nSay\u2028why."
 SHOWN = [f"train question {row}" for row in range(5)]

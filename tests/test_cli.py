@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from ecospec.configs import cli
-from ecospec.configs.errors import DamageError, InputError
-from ecospec.configs.files import read_json, replace_file, replace_folder, require_new_folder, write_json
+from ecospec.errors import DamageError, InputError
+from ecospec.files import read_json, replace_file, replace_folder, require_new_folder, write_json
 from ecospec.inference.config import DecodeConfig, SelectionConfig
 
 

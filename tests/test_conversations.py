@@ -10,17 +10,17 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config
 
-from ecospec.configs.errors import InputError
 from ecospec.configs.schema import TargetConfig
 from ecospec.data.prompts import Prompt, after, answered
-from ecospec.inference import evaluate, runfolder
+from ecospec.errors import InputError
 from ecospec.inference.cli import main
 from ecospec.inference.config import DecodeConfig
-from ecospec.inference.evaluate import batches
-from ecospec.inference.treefile import read_trees
-from ecospec.inference.turns import Turns
-from ecospec.tracing.requests import answer_text, encode, in_chat_template, prompt_ids, tokenizer_sha256
-from ecospec.tracing.target import load_target
+from ecospec.inference.evaluation import evaluate, runfolder
+from ecospec.inference.evaluation.evaluate import batches
+from ecospec.inference.evaluation.turns import Turns
+from ecospec.inference.replay.treefile import read_trees
+from ecospec.tracing.target.loading import load_target
+from ecospec.tracing.target.requests import answer_text, encode, in_chat_template, prompt_ids, tokenizer_sha256
 from tests.test_eval import BASELINES, save_head
 from tests.tiny import END, END_ID, tiny_target_folder, tiny_tokenizer
 

@@ -6,14 +6,14 @@ from transformers import GenerationConfig
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import EosTokenCriteria, StoppingCriteriaList
 
-from ecospec.configs.errors import InputError
+from ecospec.errors import InputError
 from ecospec.inference import generate
-from ecospec.inference.decoder import Method
-from ecospec.inference.generation import CustomGenerate, generate_with
-from ecospec.inference.picking import Picker, Row, walk
-from ecospec.inference.selection import POLICIES
+from ecospec.inference.decoding.generation import CustomGenerate, generate_with
+from ecospec.inference.decoding.loop import Method
+from ecospec.inference.decoding.picking import Picker, Row, walk
+from ecospec.inference.selection.greedy import POLICIES
 from ecospec.inference.tree import DraftTree, stack
-from ecospec.tracing.recorder import RoutingRecorder
+from ecospec.tracing.target.recorder import RoutingRecorder
 from tests.stand_ins import GREEDY, SAMPLED, EmptyDrafter, HashedFootprints, NoisyOracle
 from tests.tiny import VOCABULARY, tiny_model
 

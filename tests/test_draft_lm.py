@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from ecospec.configs.errors import InputError
-from ecospec.inference.drafters.language_model import (
+from ecospec.errors import InputError
+from ecospec.inference.drafters.draft_lm.head import (
     LanguageModelHead,
     check_language_model,
     load_language_model_head,

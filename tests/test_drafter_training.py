@@ -12,14 +12,14 @@ import torch
 from transformers import AutoConfig
 
 from ecospec.configs import cli
-from ecospec.configs.errors import InputError
-from ecospec.inference.drafters.eagle3 import default_feature_layers
-from ecospec.inference.drafters.eagle3_checkpoint import check_maps, load_head
+from ecospec.errors import InputError
+from ecospec.inference.drafters.eagle3.checkpoint import check_maps, load_head
+from ecospec.inference.drafters.eagle3.head import default_feature_layers
 from ecospec.inference.drafters.growth import TreeDrafter
 from ecospec.predictor import cli as train_cli
 from ecospec.predictor.config import HeadConfig, TrainConfig
-from ecospec.predictor.drafter import draft_vocabulary, evaluate, fit, new_head, output_rows
-from ecospec.predictor.drafter_text import TargetText, read_text
+from ecospec.predictor.heads.text import TargetText, read_text
+from ecospec.predictor.heads.training import draft_vocabulary, evaluate, fit, new_head, output_rows
 from ecospec.tracing import cli as trace_cli
 from tests.tiny import tiny_model, tiny_target_folder
 

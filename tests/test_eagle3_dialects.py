@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from ecospec.configs.errors import InputError
-from ecospec.inference.drafters.eagle3_checkpoint import inspect_head, load_head
+from ecospec.errors import InputError
+from ecospec.inference.drafters.eagle3.checkpoint import inspect_head, load_head
 from tests import eagle3_heads as heads
 from tests.eagle3_heads import DIALECTS, LAYER_IDS, USED, D, H, TinyHead, V, target_config
 from tests.eagle3_reference import (

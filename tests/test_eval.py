@@ -11,16 +11,17 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
-from ecospec.configs.errors import InputError
 from ecospec.configs.schema import TargetConfig
-from ecospec.inference import EcoSpecDecoder, assemble, runfolder
+from ecospec.errors import InputError
+from ecospec.inference import EcoSpecDecoder, assemble
 from ecospec.inference.cli import main
-from ecospec.inference.drafters.eagle3 import Eagle3Head
-from ecospec.inference.evaluate import sample_seed
+from ecospec.inference.drafters.eagle3.head import Eagle3Head
+from ecospec.inference.evaluation import runfolder
+from ecospec.inference.evaluation.evaluate import sample_seed
 from ecospec.predictor.config import BackboneConfig, TrainConfig
 from ecospec.predictor.embedding import load_embedding
 from ecospec.tracing.cli import main as trace
-from ecospec.tracing.target import config_hash, load_target, load_target_config, shape_of
+from ecospec.tracing.target.loading import config_hash, load_target, load_target_config, shape_of
 from tests.learnable import fresh_predictor
 from tests.stand_ins import DraftMLPStandIn, LinearStandIn
 from tests.tiny import VOCABULARY, tiny_target_folder

@@ -7,15 +7,15 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from ecospec.configs.errors import InputError
+from ecospec.errors import InputError
 from ecospec.inference import generate
-from ecospec.inference.decoder import Method
-from ecospec.inference.generation import generate_with
+from ecospec.inference.decoding.generation import generate_with
+from ecospec.inference.decoding.loop import Method
+from ecospec.inference.target.verification import verify
 from ecospec.inference.tree import stack
-from ecospec.inference.verification import verify
-from ecospec.tracing.recorder import NO_EXPERT, RoutingRecorder
-from ecospec.tracing.routers import find_sites
-from ecospec.tracing.target import MoeShape, shape_of
+from ecospec.tracing.target.loading import MoeShape, shape_of
+from ecospec.tracing.target.recorder import NO_EXPERT, RoutingRecorder
+from ecospec.tracing.target.routers import find_sites
 from tests.stand_ins import GREEDY, EmptyDrafter, NoisyOracle
 from tests.test_verification import PARENTS, path_to, prefilled, tree_of
 from tests.zoo import INDEXED, LAYERS, REFUSED, TREE_CAPABLE, VOCABULARY, WINDOW, zoo_config, zoo_model

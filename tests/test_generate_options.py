@@ -5,10 +5,10 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria, SynthIDTextWatermarkingConfig
 from transformers.generation.streamers import BaseStreamer
 
-from ecospec.configs.errors import InputError
+from ecospec.errors import InputError
 from ecospec.inference import generate
-from ecospec.inference.decoder import Method
-from ecospec.inference.generation import CustomGenerate
+from ecospec.inference.decoding.generation import CustomGenerate
+from ecospec.inference.decoding.loop import Method
 from tests.stand_ins import GREEDY, SAMPLED, EmptyDrafter, NoisyOracle
 from tests.tiny import VOCABULARY, tiny_model, tiny_tokenizer
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig, StaticCache, TextStreamer
 
-from ecospec.configs.errors import InputError
+from ecospec.errors import InputError
 from ecospec.inference import generate
-from ecospec.inference.decoder import Method
-from ecospec.inference.generation import CustomGenerate
+from ecospec.inference.decoding.generation import CustomGenerate
+from ecospec.inference.decoding.loop import Method
 from tests.stand_ins import GREEDY, SAMPLED, EmptyDrafter, NoisyOracle
 from tests.tiny import VOCABULARY, tiny_model, tiny_tokenizer
 

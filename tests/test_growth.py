@@ -6,13 +6,13 @@ A wrong cache leaves decoded texts right and lets drafts be refused, so only suc
 import pytest
 import torch
 
-from ecospec.configs.errors import InputError
+from ecospec.errors import InputError
 from ecospec.inference.drafters.base import EachRow
+from ecospec.inference.drafters.draft_lm.head import LanguageModelHead
 from ecospec.inference.drafters.growth import TreeDrafter
-from ecospec.inference.drafters.language_model import LanguageModelHead
-from ecospec.inference.drafters.mtp import load_mtp_head
-from ecospec.inference.footprints import PredictorFootprints
-from ecospec.inference.selection import POLICIES, choose, draw_noise
+from ecospec.inference.drafters.mtp.head import load_mtp_head
+from ecospec.inference.footprints.sources import PredictorFootprints
+from ecospec.inference.selection.greedy import POLICIES, choose, draw_noise
 from ecospec.inference.tree import stack, tree_from_levels
 from tests import eagle3_heads as heads
 from tests.eagle3_reference import loaded

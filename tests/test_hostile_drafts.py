@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from ecospec.configs.errors import InputError
+from ecospec.errors import InputError
 from ecospec.inference import generate
-from ecospec.inference.selection import POLICIES
+from ecospec.inference.selection.greedy import POLICIES
 from ecospec.inference.tree import DraftTree, depths_of
 from tests.stand_ins import GREEDY, SAMPLED, HashedFootprints
 from tests.tiny import VOCABULARY, tiny_model

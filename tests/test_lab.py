@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from ecospec.data.lab import corpus, measure, polish, pretrain, repetition, target
+from ecospec.data.lab.recipe import corpus, measure, polish, pretrain, repetition, target
 from tests.tiny import tiny_tokenizer
 
 TINY = {

@@ -6,13 +6,13 @@ from ecospec.configs.schema import PromptConfig, TargetConfig
 from ecospec.data.prompts import read_prompts
 from ecospec.inference.assemble import plan_methods
 from ecospec.inference.config import DecodeConfig, MethodConfig
-from ecospec.inference.evaluate import evaluate
-from ecospec.inference.offline import TREES, run_record
-from ecospec.inference.replay import Combination, Replay
-from ecospec.inference.replay_results import ALL, replay
-from ecospec.inference.treefile import read_trees
-from ecospec.predictor.loading import KINDS
-from ecospec.tracing.target import load_target
+from ecospec.inference.evaluation import evaluate
+from ecospec.inference.replay.command import TREES, run_record
+from ecospec.inference.replay.results import ALL, replay
+from ecospec.inference.replay.stepping import Combination, Replay
+from ecospec.inference.replay.treefile import read_trees
+from ecospec.predictor.kinds.loading import KINDS
+from ecospec.tracing.target.loading import load_target
 
 PROMPTS = {"datasets": ["lab/maths", "lab/code", "lab/terms", "lab/prose"], "samples": 5}
 COMBINATIONS = [

@@ -11,8 +11,8 @@ import pytest
 from ecospec.data.traces import read_traces
 from ecospec.inference.cli import main as decode
 from ecospec.predictor.cli import main as train
-from ecospec.predictor.generalisation import SHARES, part_of, without
-from ecospec.predictor.loading import KINDS, kind_of
+from ecospec.predictor.evaluation.generalisation import SHARES, part_of, without
+from ecospec.predictor.kinds.loading import KINDS, kind_of
 from ecospec.tracing.cli import main as trace
 from tests.test_eval import save_head
 

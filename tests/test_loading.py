@@ -5,14 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ecospec.configs.errors import InputError
 from ecospec.configs.schema import TargetConfig
+from ecospec.errors import InputError
 from ecospec.inference.cli import main
-from ecospec.inference.decoder import Method
-from ecospec.inference.generation import generate_with
-from ecospec.tracing import target as loading
-from ecospec.tracing.recorder import RoutingRecorder
-from ecospec.tracing.target import part_folder
+from ecospec.inference.decoding.generation import generate_with
+from ecospec.inference.decoding.loop import Method
+from ecospec.tracing.target import loading
+from ecospec.tracing.target.loading import part_folder
+from ecospec.tracing.target.recorder import RoutingRecorder
 from tests.tiny import tiny_config
 
 
@@ -70,6 +70,6 @@ def test_a_drafter_that_is_neither_here_nor_on_the_hub_is_named(monkeypatch):
     def offline(name, **_):
         raise OSError("offline")
 
-    monkeypatch.setattr("ecospec.tracing.target.snapshot_download", offline)
+    monkeypatch.setattr("ecospec.tracing.target.loading.snapshot_download", offline)
     with pytest.raises(InputError, match=r"--drafter.path nobody/nothing: no such folder, and not to be had"):
         part_folder("nobody/nothing", "drafter")

@@ -10,10 +10,10 @@ import torch
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
-from ecospec.configs.errors import InputError
+from ecospec.errors import InputError
 from ecospec.inference.drafters.base import FINAL
-from ecospec.inference.drafters.mtp import inspect_mtp, load_mtp_head
-from ecospec.inference.drafters.mtp_checkpoint import dequantise
+from ecospec.inference.drafters.mtp.checkpoint import dequantise
+from ecospec.inference.drafters.mtp.head import inspect_mtp, load_mtp_head
 from tests.mtp_reference import (
     BLOCK,
     LAYER,

@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, DynamicCache
 
-from ecospec.configs.errors import InputError
 from ecospec.configs.schema import TargetConfig
-from ecospec.predictor.base import embedding_hash
+from ecospec.errors import InputError
 from ecospec.predictor.embedding import load_embedding
-from ecospec.predictor.loading import load_predictor
-from ecospec.predictor.model import SMALLEST_BACKBONE, ExpertPredictor, ExpertPredictorConfig
+from ecospec.predictor.kinds.base import embedding_hash
+from ecospec.predictor.kinds.loading import load_predictor
+from ecospec.predictor.kinds.predictor.model import SMALLEST_BACKBONE, ExpertPredictor, ExpertPredictorConfig
 from tests.tiny import tiny_model, tiny_target_folder
 
 L, E, K, V, D = 3, 8, 2, 40, 12

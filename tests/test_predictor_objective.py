@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from ecospec.configs.errors import InputError
 from ecospec.data.module import Batch, collate
-from ecospec.predictor import loss, overlap
-from ecospec.predictor.loss import batch_loss, excess_loss, expert_loss
-from ecospec.predictor.metrics import (
+from ecospec.errors import InputError
+from ecospec.predictor.kinds.tables import fit_frequency, fit_token
+from ecospec.predictor.objective import loss, overlap
+from ecospec.predictor.objective.loss import batch_loss, excess_loss, expert_loss
+from ecospec.predictor.objective.metrics import (
     OverlapMeter,
     calibration,
     calibration_bins,
@@ -26,7 +27,6 @@ from ecospec.predictor.metrics import (
     shared_experts,
     top_experts,
 )
-from ecospec.predictor.simple import fit_frequency, fit_token
 from tests.halves import ReadsTokens
 from tests.loss_memory import peaks
 from tests.stand_ins import tiny_predictor

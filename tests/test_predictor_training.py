@@ -16,19 +16,25 @@ import pytest
 import torch
 
 from ecospec.configs.cli import parse
-from ecospec.configs.errors import InputError
 from ecospec.data import module as data_module
 from ecospec.data.module import BatchLimits, TrainBatches
 from ecospec.data.traces import read_traces
+from ecospec.errors import InputError
 from ecospec.predictor import cli
 from ecospec.predictor.config import TrainConfig
 from ecospec.predictor.evaluation import evaluate
-from ecospec.predictor.fit import require_answers
-from ecospec.predictor.lightning import FINAL_FACTOR, EndlessBatches, Limits, PredictorModule, learning_rate_factor
-from ecospec.predictor.model import ExpertPredictor
-from ecospec.predictor.trainer import make_trainer, run_trainer
+from ecospec.predictor.kinds.predictor.model import ExpertPredictor
+from ecospec.predictor.training.fit import require_answers
+from ecospec.predictor.training.module import (
+    FINAL_FACTOR,
+    EndlessBatches,
+    Limits,
+    PredictorModule,
+    learning_rate_factor,
+)
+from ecospec.predictor.training.trainer import make_trainer, run_trainer
 from ecospec.tracing.cli import main as trace_main
-from ecospec.tracing.target import MoeShape
+from ecospec.tracing.target.loading import MoeShape
 from tests.learnable import SHAPE, TABLE, E, fresh_predictor, learnable_traces, options, trained
 from tests.tiny import tiny_target_folder
 
@@ -256,7 +262,7 @@ def test_a_finished_folder_is_kept_unless_overwrite_is_given(recorded, tiny_targ
 def test_an_output_that_cannot_be_written_is_noticed_before_training(
     recorded, tiny_target, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr("ecospec.predictor.fit.fit", None)
+    monkeypatch.setattr("ecospec.predictor.training.fit.fit", None)
     (tmp_path / "file").write_text("mine")
     for output in (tmp_path / "file", tmp_path / "file" / "predictor", tmp_path / "file" / "more" / "predictor"):
         assert cli.main(command(tiny_target, recorded, output)) == 2
@@ -294,7 +300,7 @@ def test_an_interrupt_and_a_bad_loss_are_one_line(
         return torch.tensor(error)
 
     handler = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr("ecospec.predictor.lightning.batch_loss", spoiled)
+    monkeypatch.setattr("ecospec.predictor.training.module.batch_loss", spoiled)
     assert cli.main(command(tiny_target, recorded, tmp_path / "predictor")) == code
     assert line in one_error_line(capsys)
     assert signal.getsignal(signal.SIGINT) is handler

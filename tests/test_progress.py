@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from ecospec.configs.progress import progress
+from ecospec.progress import progress
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ecospec.inference.drafters.prompt_lookup import PromptLookupDrafter
+from ecospec.inference.drafters.prompt_lookup.lookup import PromptLookupDrafter
 
 TEXTS = st.integers(1, 4).flatmap(lambda letters: st.lists(st.integers(0, letters), min_size=1, max_size=24))
 

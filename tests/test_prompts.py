@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from ecospec.configs.errors import InputError
 from ecospec.configs.schema import PromptConfig
 from ecospec.data.prompts import after, answered, known_datasets, read_prompts
+from ecospec.errors import InputError
 
 
 def write_rows(path: Path, rows: list[dict]) -> Path:

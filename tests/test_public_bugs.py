@@ -10,14 +10,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, StaticCache
 
-from ecospec.configs.errors import InputError
+from ecospec.errors import InputError
 from ecospec.inference import generate
-from ecospec.inference.decoder import Method
-from ecospec.inference.drafters.eagle3 import Eagle3Head
+from ecospec.inference.decoding.generation import CustomGenerate
+from ecospec.inference.decoding.loop import Method
+from ecospec.inference.drafters.eagle3.head import Eagle3Head
 from ecospec.inference.drafters.growth import TreeDrafter
-from ecospec.inference.drafters.mtp import load_mtp_head
-from ecospec.inference.generation import CustomGenerate
-from ecospec.inference.selection import POLICIES, choose, draw_noise
+from ecospec.inference.drafters.mtp.head import load_mtp_head
+from ecospec.inference.selection.greedy import POLICIES, choose, draw_noise
 from ecospec.inference.tree import DraftTree, tree_from_levels
 from tests.mtp_reference import YARN, random_layer, write_checkpoint
 from tests.stand_ins import GREEDY, SAMPLED, EmptyDrafter

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessor
 
-from ecospec.configs.errors import DamageError, InputError
-from ecospec.inference.record import TreeRecorder, conditional
-from ecospec.inference.replay import Combination, Replay
-from ecospec.inference.replay_results import replay
-from ecospec.inference.treefile import Position, TreeSet, read_trees, write_trees
-from ecospec.tracing.recorder import RoutingRecorder
+from ecospec.errors import DamageError, InputError
+from ecospec.inference.replay.record import TreeRecorder, conditional
+from ecospec.inference.replay.results import replay
+from ecospec.inference.replay.stepping import Combination, Replay
+from ecospec.inference.replay.treefile import Position, TreeSet, read_trees, write_trees
+from ecospec.tracing.target.recorder import RoutingRecorder
 from tests.recording import (
     DEPTH,
     NEW_TOKENS,

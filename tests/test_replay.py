@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ecospec.inference.replay import Combination, Replay, combinations
-from ecospec.inference.replay_results import compared, replay
-from ecospec.inference.statistics import Run
-from ecospec.inference.treefile import Position, TreeSet
-from ecospec.predictor.simple import FrequencyPredictor
+from ecospec.inference.decoding.statistics import Run
+from ecospec.inference.replay.results import compared, replay
+from ecospec.inference.replay.stepping import Combination, Replay, combinations
+from ecospec.inference.replay.treefile import Position, TreeSet
+from ecospec.predictor.kinds.tables import FrequencyPredictor
 from tests.recording import PROMPTS, SOURCES, WIDTH, E, HashedOracle, K, L, Shrinking, live, recorded, session
 
 PROCESSORS = (("repetition_penalty", 1.3), ("no_repeat_ngram_size", 3), ("min_new_tokens", 4), ("top_k", 40))

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from ecospec.configs.errors import InputError
-from ecospec.configs.svg import nice_axis
-from ecospec.inference.report import markdown_table, read_runs, render_html, write_report
-from ecospec.inference.report_numbers import make_tables, name_methods, pool_methods
-from ecospec.inference.report_tables import csv_text
+from ecospec.errors import InputError
+from ecospec.inference.report.document import markdown_table, read_runs, render_html, write_report
+from ecospec.inference.report.numbers import make_tables, name_methods, pool_methods
+from ecospec.inference.report.tables import csv_text
+from ecospec.report.svg import nice_axis
 
 LAYERS = 8
 TIMES = ("t_draft", "t_predict", "t_select", "t_verify", "t_accept", "t_other")

@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from ecospec.configs.errors import InputError
 from ecospec.data.module import collate
 from ecospec.data.traces import Trace
-from ecospec.predictor.base import embedding_hash
-from ecospec.predictor.fed import FedTrace, fed_at_depths, read_fed, require_rollout
-from ecospec.predictor.loading import kind_of, load_predictor, predictor_values
-from ecospec.predictor.rungs import DraftMLP, DraftMLPConfig, LinearConfig, LinearPredictor, fingerprint
+from ecospec.errors import InputError
+from ecospec.predictor.kinds.base import embedding_hash
+from ecospec.predictor.kinds.draft_mlp.head_inputs import FedTrace, fed_at_depths, read_fed, require_rollout
+from ecospec.predictor.kinds.loading import kind_of, load_predictor, predictor_values
+from ecospec.predictor.kinds.rungs import DraftMLP, DraftMLPConfig, LinearConfig, LinearPredictor, fingerprint
 from tests.test_drafter_rollout import H as F
 from tests.test_drafter_rollout import V, random_batch, small_head
 from tests.tiny import tiny_model

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ecospec.configs.errors import InputError
-from ecospec.inference.selection import POLICIES, select
+from ecospec.errors import InputError
+from ecospec.inference.selection.greedy import POLICIES, select
 
 L, E = 2, 6
 

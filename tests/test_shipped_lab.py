@@ -9,21 +9,21 @@ import torch
 
 from ecospec.configs.schema import PredictorConfig, PromptConfig, TargetConfig
 from ecospec.data import read_traces
-from ecospec.data.lab.card import shipped_weights
+from ecospec.data.lab.recipe.card import shipped_weights
 from ecospec.data.prompts import read_prompts
 from ecospec.inference.assemble import MethodPlan, Workshop, plan_methods
 from ecospec.inference.config import DecodeConfig, DrafterConfig, MethodConfig, SelectionConfig
-from ecospec.inference.evaluate import evaluate, sample_seed, sampling_options
-from ecospec.inference.generation import generate_with
-from ecospec.inference.offline import TREES
-from ecospec.inference.treefile import read_trees
+from ecospec.inference.decoding.generation import generate_with
+from ecospec.inference.evaluation.evaluate import evaluate, sample_seed, sampling_options
+from ecospec.inference.replay.command import TREES
+from ecospec.inference.replay.treefile import read_trees
 from ecospec.predictor.config import TrainConfig
-from ecospec.predictor.evaluation import evaluate_predictor
-from ecospec.predictor.loading import KINDS
-from ecospec.tracing.check import check_folder
-from ecospec.tracing.recorder import RoutingRecorder
-from ecospec.tracing.statistics import Tally, summarise
-from ecospec.tracing.target import lab_folder, load_target
+from ecospec.predictor.evaluation.evaluate import evaluate_predictor
+from ecospec.predictor.kinds.loading import KINDS
+from ecospec.tracing.stats.counts import Tally, summarise
+from ecospec.tracing.store.check import check_folder
+from ecospec.tracing.target.loading import lab_folder, load_target
+from ecospec.tracing.target.recorder import RoutingRecorder
 
 MIB = 2**20
 NEW_TOKENS = 64

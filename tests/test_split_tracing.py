@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from transformers import PreTrainedConfig
 
-from ecospec.configs.errors import InputError
 from ecospec.configs.schema import TargetConfig
 from ecospec.data.traces import read_traces
-from ecospec.tracing.check import check_folder
+from ecospec.errors import InputError
 from ecospec.tracing.cli import main
-from ecospec.tracing.replicas import Replica, model_parallel_size, replica_of, split_options
-from ecospec.tracing.target import load_target
+from ecospec.tracing.store.check import check_folder
+from ecospec.tracing.target.loading import load_target
+from ecospec.tracing.target.replicas import Replica, model_parallel_size, replica_of, split_options
 from tests.split_tracing import record
 from tests.tiny import tiny_config, tiny_target_folder
 
@@ -118,7 +118,7 @@ def test_sizes_that_make_no_sense_are_refused(sizes: dict) -> None:
 
 
 def test_a_family_without_a_plan_is_refused_before_any_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ecospec.tracing.replicas.replica_of", lambda _: Replica(0, 1, True))
+    monkeypatch.setattr("ecospec.tracing.target.replicas.replica_of", lambda _: Replica(0, 1, True))
     config: PreTrainedConfig = tiny_config("olmoe")
     config.base_model_ep_plan = None
     with pytest.raises(InputError, match=r"--target.ep_size 2: Transformers has no plan to split olmoe"):
@@ -126,12 +126,12 @@ def test_a_family_without_a_plan_is_refused_before_any_weight_is_read(monkeypatc
 
 
 def test_split_experts_are_not_computed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ecospec.tracing.replicas.replica_of", lambda _: Replica(0, 1, True))
+    monkeypatch.setattr("ecospec.tracing.target.replicas.replica_of", lambda _: Replica(0, 1, True))
     with pytest.raises(InputError, match="experts_implementation grouped_mm"):
         split_options(TargetConfig(ep_size=2, experts_implementation="eager"), tiny_config("gpt_oss"))
 
 
 def test_a_split_target_takes_no_device_map(tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ecospec.tracing.replicas.replica_of", lambda _: Replica(0, 1, True))
+    monkeypatch.setattr("ecospec.tracing.target.replicas.replica_of", lambda _: Replica(0, 1, True))
     with pytest.raises(InputError, match="leave out device_map"):
         load_target(TargetConfig(name=str(tiny_target), tp_size=2, device_map="auto"))

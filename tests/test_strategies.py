@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ecospec.predictor.loading import load_predictor
+from ecospec.predictor.kinds.loading import load_predictor
 from tests.train_processes import ROOT, run
 
 STEPS = 10

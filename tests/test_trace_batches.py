@@ -14,7 +14,7 @@ import torch
 
 from ecospec.data import module
 from ecospec.data.module import BatchLimits, HeldOutBatches, TraceDataModule, TrainBatches, collate, group_by_length
-from ecospec.predictor.overlap import Overlap
+from ecospec.predictor.objective.overlap import Overlap
 from tests.halves import ReadsTokens
 
 L, E, K = 3, 10, 3

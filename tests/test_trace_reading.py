@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 from torch.utils.data import DataLoader
 
-from ecospec.configs.files import read_json
 from ecospec.data.traces import read_traces
-from ecospec.tracing.export import export_tokens
+from ecospec.files import read_json
+from ecospec.tracing.store.export import export_tokens
 from tests.trace_folders import complete_folder, row
 
 

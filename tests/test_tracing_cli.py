@@ -12,14 +12,14 @@ import pytest
 import torch
 from transformers import CLIPConfig, PreTrainedConfig, Qwen3Config, T5Config
 
-from ecospec.configs.errors import InputError
 from ecospec.configs.schema import TargetConfig
 from ecospec.data.traces import read_traces
-from ecospec.tracing import store
-from ecospec.tracing.check import check_folder
+from ecospec.errors import InputError
 from ecospec.tracing.cli import main
-from ecospec.tracing.layout import LOCK
-from ecospec.tracing.target import weights_hash
+from ecospec.tracing.store import folder as store
+from ecospec.tracing.store.check import check_folder
+from ecospec.tracing.store.layout import LOCK
+from ecospec.tracing.target.loading import weights_hash
 from tests.tiny import brute_force_experts, tiny_config, tiny_model, tiny_target_folder, tiny_tokenizer
 
 TEXTS = ["why?", "a somewhat longer prompt, to be padded for", "short", "two words", "the last one of them", "x", "yes"]
@@ -29,7 +29,7 @@ SAMPLED = ["--temperature", "1.0", "--top-p", "0.9", "--seed", "3"]
 DRIVER = """
 import os, signal, sys
 from pathlib import Path
-from ecospec.tracing import store
+from ecospec.tracing.store import folder as store
 from ecospec.tracing.cli import main
 
 def die(*_):
@@ -134,7 +134,7 @@ def test_a_finished_folder_is_left_alone(
 ) -> None:
     assert main(command(tmp_path / "t")) == 0
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "t").iterdir()}
-    monkeypatch.setattr("ecospec.tracing.run.load_target", None)  # no weight is touched
+    monkeypatch.setattr("ecospec.tracing.job.run.load_target", None)  # no weight is touched
     assert main(command(tmp_path / "t")) == 0
     assert "already complete" in capsys.readouterr().err
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "t").iterdir()} == before
@@ -170,7 +170,7 @@ def test_the_weights_hash_follows_contents_or_for_large_files_names_and_sizes(
         file.write_bytes(content)
         found = []
         for limit in (2**30, 2):
-            monkeypatch.setattr("ecospec.tracing.target.HASHED_BYTES", limit)
+            monkeypatch.setattr("ecospec.tracing.target.loading.HASHED_BYTES", limit)
             found.append(weights_hash(TargetConfig(name=str(tmp_path))))
         file.unlink()
         return found

@@ -3,7 +3,7 @@
 import pytest
 
 from ecospec.configs.cli import parse
-from ecospec.configs.errors import InputError
+from ecospec.errors import InputError
 from ecospec.tracing.config import TraceConfig
 
 

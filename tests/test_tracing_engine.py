@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from ecospec.configs.errors import DamageError
 from ecospec.data.prompts import Prompt
-from ecospec.tracing.engine import Outcome, Sampling, TransformersEngine
-from ecospec.tracing.requests import Request
-from ecospec.tracing.target import shape_of
-from ecospec.tracing.validation import Rejected, Routed
+from ecospec.errors import DamageError
+from ecospec.tracing.job.engine import Outcome, Sampling, TransformersEngine
+from ecospec.tracing.job.validation import Rejected, Routed
+from ecospec.tracing.target.loading import shape_of
+from ecospec.tracing.target.requests import Request
 from tests.tiny import FAMILIES, brute_force_experts, tiny_model
 
 LENGTHS = (3, 11, 7)

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ecospec.configs.files import read_json
 from ecospec.configs.schema import TargetConfig
 from ecospec.data.traces import read_traces
-from ecospec.tracing import store
-from ecospec.tracing.check import check_folder
+from ecospec.files import read_json
 from ecospec.tracing.cli import main
-from ecospec.tracing.target import MoeShape, load_target_config, shape_of
+from ecospec.tracing.store import folder as store
+from ecospec.tracing.store.check import check_folder
+from ecospec.tracing.target.loading import MoeShape, load_target_config, shape_of
 from tests.tiny import tiny_config, tiny_target_folder, tiny_tokenizer
 from tests.vllm_stub import StubServer, hashed_experts
 

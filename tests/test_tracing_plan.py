@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 
-from ecospec.configs.errors import InputError
 from ecospec.data.prompts import Prompt
-from ecospec.tracing.plan import Sample, Shard, plan_rounds, plan_samples
-from ecospec.tracing.requests import Request
+from ecospec.errors import InputError
+from ecospec.tracing.job.plan import Sample, Shard, plan_rounds, plan_samples
+from ecospec.tracing.target.requests import Request
 
 LENGTHS = [5, 3, 9, 3, 5, 1, 3]
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from ecospec.configs.errors import DamageError, InputError
-from ecospec.tracing.recorder import RoutingRecorder
-from ecospec.tracing.routers import find_sites
+from ecospec.errors import DamageError, InputError
+from ecospec.tracing.target.recorder import RoutingRecorder
+from ecospec.tracing.target.routers import find_sites
 from tests.tiny import FAMILIES, brute_force_experts, tiny_model
 
 

@@ -6,10 +6,10 @@ Letters: T tokens, L MoE layers, E experts, K experts per token.
 import numpy as np
 import pytest
 
-from ecospec.tracing import agreement, statistics
-from ecospec.tracing.agreement import AgreementTally, shared_choices, summarise_agreement
-from ecospec.tracing.layout import id_dtype
-from ecospec.tracing.statistics import (
+from ecospec.tracing.stats import agreement
+from ecospec.tracing.stats import counts as statistics
+from ecospec.tracing.stats.agreement import AgreementTally, shared_choices, summarise_agreement
+from ecospec.tracing.stats.counts import (
     WIDTH,
     Tally,
     bit_sets,
@@ -27,6 +27,7 @@ from ecospec.tracing.statistics import (
     summarise,
     window_sums,
 )
+from ecospec.tracing.store.layout import id_dtype
 
 SHAPES = [(3, 8, 2), (2, 64, 8), (1, 65, 1), (2, 512, 22), (4, 256, 8)]  # L, E, K
 

@@ -13,12 +13,12 @@ import pytest
 
 from ecospec.data.traces import read_traces
 from ecospec.tracing.cli import main
-from ecospec.tracing.heatmap import ABSENT, EVEN, load_indices, palette, png
-from ecospec.tracing.layout import encode_experts, id_dtype, split_of
-from ecospec.tracing.statistics import WIDTH
-from ecospec.tracing.stats import expert_load, tally_datasets
-from ecospec.tracing.store import TraceFolder
-from ecospec.tracing.target import lab_folder
+from ecospec.tracing.stats.command import expert_load, tally_datasets
+from ecospec.tracing.stats.counts import WIDTH
+from ecospec.tracing.stats.heatmap import ABSENT, EVEN, load_indices, palette, png
+from ecospec.tracing.store.folder import TraceFolder
+from ecospec.tracing.store.layout import encode_experts, id_dtype, split_of
+from ecospec.tracing.target.loading import lab_folder
 
 LAYERS, E, K = [1, 2, 4], 8, 2  # layers 0 and 3 are dense
 EVIL = "lab/<b>code"

@@ -13,14 +13,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ecospec.configs.errors import DamageError, InputError
-from ecospec.configs.files import read_json, sha256_file, write_json
 from ecospec.data.traces import read_traces
-from ecospec.tracing import store
-from ecospec.tracing.check import check_folder
-from ecospec.tracing.export import export_tokens
-from ecospec.tracing.layout import COLUMNS, decode_experts, encode_experts, id_dtype, reading, split_of
-from ecospec.tracing.store import TraceFolder
+from ecospec.errors import DamageError, InputError
+from ecospec.files import read_json, sha256_file, write_json
+from ecospec.tracing.store import folder as store
+from ecospec.tracing.store.check import check_folder
+from ecospec.tracing.store.export import export_tokens
+from ecospec.tracing.store.folder import TraceFolder
+from ecospec.tracing.store.layout import COLUMNS, decode_experts, encode_experts, id_dtype, reading, split_of
 from tests.trace_folders import KEYS, K, L, complete_folder, header, random_experts, refused, row
 
 

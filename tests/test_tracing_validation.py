@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from ecospec.tracing.target import MoeShape
-from ecospec.tracing.validation import Rejected, Report, Routed, outgrown, validate
+from ecospec.tracing.job.validation import Rejected, Report, Routed, outgrown, validate
+from ecospec.tracing.target.loading import MoeShape
 from tests.vllm_stub import ROUTING_FAULTS, all_layers, hashed_experts
 
 SHAPES = {

@@ -14,19 +14,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ecospec.configs.errors import InputError
 from ecospec.configs.schema import TargetConfig
 from ecospec.data.prompts import Prompt
 from ecospec.data.traces import read_traces
-from ecospec.tracing import vllm
-from ecospec.tracing.check import check_folder
+from ecospec.errors import InputError
 from ecospec.tracing.cli import main
 from ecospec.tracing.config import EngineConfig
-from ecospec.tracing.engine import Batch, Outcome, Sampling
-from ecospec.tracing.requests import Request
-from ecospec.tracing.target import MoeShape, load_target_config, shape_of
-from ecospec.tracing.validation import EngineError, Rejected, Routed
-from ecospec.tracing.vllm import VllmEngine, engine_settings, wait_before
+from ecospec.tracing.job import vllm
+from ecospec.tracing.job.engine import Batch, Outcome, Sampling
+from ecospec.tracing.job.validation import EngineError, Rejected, Routed
+from ecospec.tracing.job.vllm import VllmEngine, engine_settings, wait_before
+from ecospec.tracing.store.check import check_folder
+from ecospec.tracing.target.loading import MoeShape, load_target_config, shape_of
+from ecospec.tracing.target.requests import Request
 from tests.vllm_stub import END_ID, FAULTS, StubServer, hashed_experts, hashed_text
 
 SHAPE = MoeShape("stub", (1, 2, 3), 16, 4, 500, 32, 4)  # layer 0 dense

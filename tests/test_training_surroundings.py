@@ -10,11 +10,11 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ecospec.configs.cli import parse
-from ecospec.configs.errors import InputError
-from ecospec.predictor import trainer as trainers
-from ecospec.predictor.checkpoints import training_folder
+from ecospec.errors import InputError
 from ecospec.predictor.config import TrainConfig
-from ecospec.predictor.trainer import ShareBar, make_loggers, make_trainer
+from ecospec.predictor.training import trainer as trainers
+from ecospec.predictor.training.checkpoints import training_folder
+from ecospec.predictor.training.trainer import ShareBar, make_loggers, make_trainer
 from tests.learnable import learnable_traces, options, trained
 
 TARGETS = ("deepseek-v3.1", "qwen3-235b-a22b", "gpt-oss-120b")

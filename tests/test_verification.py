@@ -6,11 +6,11 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
-from ecospec.configs.errors import InputError
-from ecospec.inference.cache import RowCache
+from ecospec.errors import InputError
+from ecospec.inference.target.cache import RowCache
+from ecospec.inference.target.verification import check_cache, check_tree_support, verify
 from ecospec.inference.tree import DraftTree, ancestors_of, depths_of, stack
-from ecospec.inference.verification import check_cache, check_tree_support, verify
-from ecospec.tracing.recorder import RoutingRecorder
+from ecospec.tracing.target.recorder import RoutingRecorder
 from tests.tiny import VOCABULARY, tiny_model
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ecospec.tracing.layout import encode_experts, id_dtype, split_of
-from ecospec.tracing.store import TraceFolder
+from ecospec.tracing.store.folder import TraceFolder
+from ecospec.tracing.store.layout import encode_experts, id_dtype, split_of
 
 L, K = 3, 2
 KEYS = [f"key{i}" for i in range(6)]

@@ -21,10 +21,11 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, StrategyRegistry
 
 from ecospec.data import module as data_module
-from ecospec.predictor import cli, trainer
-from ecospec.predictor import lightning as lightning_module
-from ecospec.predictor.lightning import PredictorModule
-from ecospec.predictor.loss import batch_loss
+from ecospec.predictor import cli
+from ecospec.predictor.objective.loss import batch_loss
+from ecospec.predictor.training import module as lightning_module
+from ecospec.predictor.training import trainer
+from ecospec.predictor.training.module import PredictorModule
 
 ROOT = Path(__file__).resolve().parent.parent
 

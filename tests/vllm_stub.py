@@ -17,8 +17,8 @@ from typing import Self
 
 import numpy as np
 
-from ecospec.tracing.target import MoeShape
-from ecospec.tracing.vllm import PROBE
+from ecospec.tracing.job.vllm import PROBE
+from ecospec.tracing.target.loading import MoeShape
 
 END_ID = 0
 

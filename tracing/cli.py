@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ecospec.configs import cli
-from ecospec.configs.errors import InputError
-from ecospec.configs.files import require_new_folder
+from ecospec.errors import InputError
+from ecospec.files import require_new_folder
 from ecospec.tracing.config import TraceConfig
 
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(config: TraceConfig) -> None:
     from transformers.utils import logging as transformers_logging
 
-    from ecospec.tracing.run import run_trace
+    from ecospec.tracing.job.run import run_trace
 
     if config.overwrite:
         raise InputError("--overwrite: run goes on with what is there; to trace anew give another --output")
@@ -34,7 +34,7 @@ def _run(config: TraceConfig) -> None:
 
 
 def _check(_config: TraceConfig, folders: list[str]) -> None:
-    from ecospec.tracing.check import check_folder
+    from ecospec.tracing.store.check import check_folder
 
     manifest = check_folder(folders[0])
     layers, experts, top_k = len(manifest["moe_layers"]), manifest["num_experts"], manifest["top_k"]
@@ -43,8 +43,8 @@ def _check(_config: TraceConfig, folders: list[str]) -> None:
 
 
 def _stats(config: TraceConfig, folders: list[str]) -> None:
-    from ecospec.tracing.stats import PAGE_FILE, STATS_FILE, write_stats
-    from ecospec.tracing.stats_report import text_table
+    from ecospec.tracing.stats.command import PAGE_FILE, STATS_FILE, write_stats
+    from ecospec.tracing.stats.page import text_table
 
     _require_output(config, STATS_FILE)
     stats = write_stats(folders[0], config.output, config.compare)
@@ -52,7 +52,7 @@ def _stats(config: TraceConfig, folders: list[str]) -> None:
 
 
 def _export(config: TraceConfig, folders: list[str]) -> None:
-    from ecospec.tracing.export import TOKENS_FILE, export_tokens
+    from ecospec.tracing.store.export import TOKENS_FILE, export_tokens
 
     _require_output(config, TOKENS_FILE)
     rows = export_tokens(folders[0], config.output)

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
 
-from ecospec.configs.errors import InputError
 from ecospec.configs.schema import PromptConfig, TargetConfig
+from ecospec.errors import InputError
 
 LOADING = ("expert_mib", "device_map", "tp_size", "ep_size", "dequantize")  # keys of `target` for Transformers alone
 

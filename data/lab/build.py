@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from ecospec.configs.files import read_json, replace_folder, write_json, write_text
-from ecospec.data.lab import card, corpus, measure, pretrain, target
-from ecospec.data.lab.polish import Polish, polish
+from ecospec.data.lab.recipe import card, corpus, measure, pretrain, target
+from ecospec.data.lab.recipe.polish import Polish, polish
+from ecospec.files import read_json, replace_folder, write_json, write_text
 from ecospec.inference import cli as decode_cli
 from ecospec.predictor import cli as train_cli
 from ecospec.tracing import cli as trace_cli

@@ -1,1 +1,1 @@
-"""Drafters: what proposes the tree. One small interface (`base.Drafter`), one module per kind."""
+"""Drafters: what proposes the tree. One small interface (`base.Drafter`), one folder per kind."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from ecospec.configs.errors import InputError
+from ecospec.errors import InputError
 from ecospec.inference.tree import DraftTree, DraftTrees, stack
 
 NO_HIDDEN = (

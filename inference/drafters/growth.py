@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ecospec.configs.errors import InputError
-from ecospec.inference.cache import RowCache, seen_past
+from ecospec.errors import InputError
 from ecospec.inference.drafters.base import NO_HIDDEN, BatchDrafter, DraftHead
+from ecospec.inference.target.cache import RowCache, seen_past
 from ecospec.inference.tree import DraftTrees, trees_from_levels
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from ecospec.configs.errors import InputError
+from ecospec.errors import InputError
 
 
 def safetensors_shapes(path: Path) -> dict[str, tuple[int, ...]]:

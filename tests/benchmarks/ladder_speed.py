@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from ecospec.inference.modelled_speed import modelled_speedups
+from ecospec.inference.replay.modelled_speed import modelled_speedups
 
 GAMMA, WIDTH, INSIDE, BYTES = 4, 1024, 2048, 2  # bf16
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ecospec.data.module import BatchLimits, TraceDataModule
 from ecospec.data.traces import read_traces
-from ecospec.tracing.layout import MANIFEST
+from ecospec.tracing.store.layout import MANIFEST
 from tests.benchmarks.stats_speed import T, write_trace
 
 LIMIT = 100.0  # MB of ids a second

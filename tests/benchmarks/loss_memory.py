@@ -8,7 +8,7 @@ inputs, hidden states and gradients, in a process of its own; the first must kee
 
 import sys
 
-from ecospec.predictor.loss import CHUNK_TOKENS, LOSS_CHUNKS
+from ecospec.predictor.objective.loss import CHUNK_TOKENS, LOSS_CHUNKS
 from tests.loss_memory import peaks
 
 T, L, E = 1024, 94, 128

@@ -15,9 +15,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from ecospec.configs.schema import TargetConfig
-from ecospec.tracing.layout import encode_experts
-from ecospec.tracing.recorder import RoutingRecorder
-from ecospec.tracing.target import load_target
+from ecospec.tracing.store.layout import encode_experts
+from ecospec.tracing.target.loading import load_target
+from ecospec.tracing.target.recorder import RoutingRecorder
 
 LIMIT = 1.03
 B, T = 8, 128

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ecospec.inference.replay import Replay, combinations
-from ecospec.inference.treefile import Identity, Position, TreeSet, read_trees
+from ecospec.inference.replay.stepping import Replay, combinations
+from ecospec.inference.replay.treefile import Identity, Position, TreeSet, read_trees
 
 LIMIT = 1000.0  # steps a second
 E, K, L = 64, 8, 8

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ecospec.tracing.layout import MANIFEST, encode_experts, id_dtype, split_of
-from ecospec.tracing.store import TraceFolder
+from ecospec.tracing.store.folder import TraceFolder
+from ecospec.tracing.store.layout import MANIFEST, encode_experts, id_dtype, split_of
 
 SECONDS, MEBIBYTES, WINDOWS = 30.0, 1024, 200_000
 L, E, K = 94, 128, 8

@@ -18,8 +18,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ecospec.data.traces import read_traces
-from ecospec.tracing.layout import encode_experts
-from ecospec.tracing.store import TraceFolder
+from ecospec.tracing.store.folder import TraceFolder
+from ecospec.tracing.store.layout import encode_experts
 from tests.benchmarks.stats_speed import header
 
 L, E, K, T = 94, 128, 8, 500

@@ -25,12 +25,12 @@ import torch
 from ecospec.data.module import Batch, BatchLimits, TraceDataModule
 from ecospec.data.traces import Trace, read_traces
 from ecospec.predictor.config import TrainConfig
-from ecospec.predictor.lightning import EndlessBatches, PredictorModule, optimizer_groups
-from ecospec.predictor.loss import batch_loss
-from ecospec.predictor.trainer import make_trainer, run_trainer
-from ecospec.tracing.layout import MANIFEST, encode_experts, id_dtype
-from ecospec.tracing.store import TraceFolder
-from ecospec.tracing.target import MoeShape
+from ecospec.predictor.objective.loss import batch_loss
+from ecospec.predictor.training.module import EndlessBatches, PredictorModule, optimizer_groups
+from ecospec.predictor.training.trainer import make_trainer, run_trainer
+from ecospec.tracing.store.folder import TraceFolder
+from ecospec.tracing.store.layout import MANIFEST, encode_experts, id_dtype
+from ecospec.tracing.target.loading import MoeShape
 from tests.benchmarks import stats_speed
 from tests.learnable import fresh_predictor
 

@@ -22,16 +22,16 @@ import torch
 from torch import nn
 from transformers import DynamicCache, LlamaConfig
 
-from ecospec.inference.cache import RowCache
-from ecospec.inference.decoder import Method
-from ecospec.inference.drafters.eagle3 import Eagle3Head, default_feature_layers
+from ecospec.inference.decoding.generation import generate_with
+from ecospec.inference.decoding.loop import Method
+from ecospec.inference.decoding.statistics import PHASES, StepClock
+from ecospec.inference.drafters.eagle3.head import Eagle3Head, default_feature_layers
 from ecospec.inference.drafters.growth import TreeDrafter
-from ecospec.inference.generation import generate_with
-from ecospec.inference.lossless import Probe, compare, first_difference, routed
-from ecospec.inference.statistics import PHASES, StepClock
+from ecospec.inference.evaluation.lossless import Probe, compare, first_difference, routed
+from ecospec.inference.target.cache import RowCache
+from ecospec.inference.target.verification import verify
 from ecospec.inference.tree import DraftTree, depths_of, stack
-from ecospec.inference.verification import verify
-from ecospec.tracing.recorder import RoutingRecorder
+from ecospec.tracing.target.recorder import RoutingRecorder
 from tests.tiny import VOCABULARY, tiny_model
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3")

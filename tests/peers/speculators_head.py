@@ -115,7 +115,7 @@ def _our_steps(folder: Path, ids_T: torch.Tensor, features_TF: torch.Tensor) -> 
     """Logits after each token of the text, and after one further token of it fed with the head's own output."""
     from transformers import AutoModelForCausalLM
 
-    from ecospec.inference.drafters.eagle3_checkpoint import load_head
+    from ecospec.inference.drafters.eagle3.checkpoint import load_head
 
     target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32)
     head = load_head(folder, target.config).float().attach(target)

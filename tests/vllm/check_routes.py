@@ -30,11 +30,11 @@ import numpy as np
 from ecospec.configs.schema import TargetConfig
 from ecospec.data.prompts import Prompt
 from ecospec.tracing.config import EngineConfig
-from ecospec.tracing.engine import Outcome, Sampling, TransformersEngine
-from ecospec.tracing.requests import Request
-from ecospec.tracing.target import Target, load_target
-from ecospec.tracing.validation import Rejected
-from ecospec.tracing.vllm import VllmEngine
+from ecospec.tracing.job.engine import Outcome, Sampling, TransformersEngine
+from ecospec.tracing.job.validation import Rejected
+from ecospec.tracing.job.vllm import VllmEngine
+from ecospec.tracing.target.loading import Target, load_target
+from ecospec.tracing.target.requests import Request
 from tests.tiny import tiny_target_folder
 
 STEP_TOKENS, BLOCK, CONTEXT = 64, 32, 256

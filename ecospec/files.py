@@ -1,0 +1,137 @@
+"""Atomic writes and hashes: the only place that puts results on disk."""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from ecospec.errors import InputError
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a temporary file beside `path`, flush it to disk, then rename it over `path`.
+
+    A reader sees the old content or the new, never a part; a failed write leaves nothing behind.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        write(partial)
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, f"{path} cannot be written: {os.strerror(error.errno)}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    replace_file(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+
+
+def write_json(path: Path, value: object) -> None:
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> dict:
+    """Raises InputError when the file is absent or is not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not JSON ({error})") from None
+
+
+def sha256_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_json(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def require_new_folder(folder: Path, overwrite: bool, artifact: str) -> None:
+    """Make sure that `folder` can be written, before long work begins. `artifact`: what the command always writes.
+
+    Raises InputError when it holds anything and `overwrite` is off, when it holds something that the same command did
+    not write, or when it cannot be made.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"--output {folder}: is a file, not a folder")
+    if folder.is_dir() and any(folder.iterdir()):
+        if not (folder / artifact).exists():
+            raise InputError(
+                f"--output {folder}: holds files that are not ours to replace (no {artifact}); choose another folder"
+            )
+        if not overwrite:
+            raise InputError(f"--output {folder}: the folder is not empty; choose another or add --overwrite")
+    try:
+        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--output {folder}: cannot be made ({error.strerror})") from None
+    if not os.access(folder.absolute().parent, os.W_OK):
+        raise InputError(f"--output {folder}: its parent folder is not writable")
+
+
+def replace_folder(folder: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` fill a temporary folder beside `folder`, then put it in its place.
+
+    A reader sees the old folder, or none for an instant, or the new one whole; a failed write leaves the old one.
+    """
+    folder = folder.absolute()
+    partial, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{kind}") for kind in ("partial", "old"))
+    partial.mkdir(parents=True)
+    try:
+        write(partial)
+        if folder.exists():
+            folder.rename(old)
+        partial.rename(folder)
+    finally:
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def package_versions() -> dict[str, str]:
+    """Of the packages that are installed: decoding needs no Lightning."""
+    names = ("ecospec", "torch", "transformers", "lightning", "pyarrow", "tokenizers", "numpy")
+    installed = {found.name.lower() for found in importlib.metadata.distributions()}
+    return {name: importlib.metadata.version(name) for name in names if name in installed}
+
+
+def provenance() -> dict:
+    """Command line, source revision, package versions and machine, as written beside every artifact."""
+    return {
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "git_revision": _git_revision(),
+        "packages": package_versions(),
+        "python": platform.python_version(),
+        "machine": {"processor": _processor(), "cores": os.cpu_count(), "system": platform.system()},
+    }
+
+
+def _git_revision() -> str | None:
+    here = Path(__file__).resolve().parent
+    result = subprocess.run(["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return result.stdout.strip() if result.returncode == 0 else None
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor()

@@ -1,0 +1,1 @@
+"""The multi-token-prediction layer in the target's own checkpoint."""

@@ -1,0 +1,1 @@
+"""Earlier occurrences of the text's ending."""

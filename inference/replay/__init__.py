@@ -1,0 +1,1 @@
+"""Trees recorded once, then any selection without the target."""

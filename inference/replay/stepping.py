@@ -1,0 +1,204 @@
+"""Step through recorded pools as decoding would: every policy, footprint source and γ, without a target.
+
+What a selection makes of a position depends on that position alone, so it is worked out for all positions at once,
+pools of one width together; stepping is then a walk over integers: begin at a text's first position, go on as many
+positions as the step emits.
+
+Letters: X positions of a file, S steps of a prompt, B positions of one batch, N tree nodes (root first), L MoE layers,
+E experts, K experts per token.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ecospec.errors import InputError
+from ecospec.inference.footprints.sources import as_footprints, same_for_all
+from ecospec.inference.replay.treefile import PREDICTED, Position, TreeSet
+from ecospec.inference.selection.greedy import EPSILON, NEEDS_FOOTPRINTS, check_selection, choose, draw_noise
+from ecospec.predictor.kinds.tables import FrequencyPredictor, TokenPredictor
+
+BATCH_BYTES = 2**21  # of one batch's footprints, to stay in a cache
+Tables = Mapping[str, FrequencyPredictor | TokenPredictor]
+
+
+@dataclass(frozen=True)
+class Combination:
+    """What is replayed. `footprints`: `oracle`, `last_step`, a recorded source, a table, or None for policies without.
+
+    Raises InputError for an unknown policy, γ < 1, or footprints that are missing.
+    """
+
+    policy: str
+    gamma: int
+    footprints: str | None = None
+    epsilon: float = EPSILON
+
+    def __post_init__(self) -> None:
+        check_selection(self.policy, self.gamma, self.epsilon)
+        if self.footprints is None and self.policy in NEEDS_FOOTPRINTS:
+            raise InputError(f"--selection.policy {self.policy}: needs footprints; give --footprints")
+
+
+@dataclass(frozen=True)
+class Steps:
+    """One prompt's steps: tokens emitted (not cut at the end) and nodes verified, int64 [S]; active experts [S, L]."""
+
+    emitted_S: np.ndarray
+    verified_S: np.ndarray
+    active_SL: np.ndarray
+
+
+@dataclass(frozen=True)
+class Pools:
+    """Positions whose pools are equally wide; `numbers_B` are theirs in the file, `ids` expert ids by source.
+
+    `before_BLK`: true experts of the token before the root, -1 where the file has none (a text's first position).
+    """
+
+    numbers_B: np.ndarray
+    parents_BN: Tensor
+    prob_BN: Tensor
+    depth_BN: Tensor
+    tokens_BN: Tensor
+    accepted_BN: Tensor
+    ids: dict[str, Tensor]
+    before_BLK: Tensor
+
+    def footprints(self, source: str, tables: Tables, num_experts: int) -> Tensor:
+        """bool [B, N, L, E]. Raises InputError for a source that the file lacks and no table gives."""
+        if source in self.ids:
+            return as_footprints(self.ids[source].long(), num_experts)
+        if source == "last_step":
+            return same_for_all(self.before_BLK.long(), self.tokens_BN.shape[1], num_experts)
+        if source not in tables:
+            remedy = "the trees were recorded without it" if source in PREDICTED else "no such table"
+            raise InputError(f"--footprints {source}: {remedy}")
+        tokens, place_X = np.unique(self.tokens_BN.numpy(), return_inverse=True)
+        experts_XLK = torch.from_numpy(tables[source].predict(tokens)).long()
+        return as_footprints(experts_XLK, num_experts)[torch.from_numpy(place_X.reshape(self.tokens_BN.shape))]
+
+
+def combinations(
+    policies: Sequence[str], sources: Sequence[str], gammas: Sequence[int], epsilons: Sequence[float] = (EPSILON,)
+) -> list[Combination]:
+    """Every policy × footprint source × γ × ε; policies that need no footprints once a γ."""
+    found = []
+    for gamma in gammas:
+        for policy in policies:
+            if policy in NEEDS_FOOTPRINTS:
+                found += [Combination(policy, gamma, source, epsilon) for source in sources for epsilon in epsilons]
+            else:
+                found.append(Combination(policy, gamma))
+    return found
+
+
+class Replay:
+    """Replays the positions of `trees`; `tables` are footprint sources by name beside those that the trees give."""
+
+    def __init__(self, trees: TreeSet, tables: Tables | None = None) -> None:
+        self.trees = trees
+        self.tables = tables or {}
+        self.pools = list(_pools(trees))
+
+    def steps(self, combination: Combination) -> dict[str, Steps]:
+        """Each prompt's steps, by prompt id. Raises InputError for a footprint source that is not there."""
+        X, L = len(self.trees.positions), self.trees.identity.num_layers
+        emitted_X, verified_X = np.ones(X, np.int64), np.ones(X, np.int64)
+        active_XL = np.zeros((X, L), np.int64)
+        generator = torch.Generator().manual_seed(self.trees.identity.seed)
+        for pools in self.pools:
+            chosen_BN = self._choose(pools, combination, generator)
+            depth_BN = pools.depth_BN * (pools.accepted_BN & chosen_BN)
+            emitted_X[pools.numbers_B] = 1 + depth_BN.amax(1).numpy()
+            verified_X[pools.numbers_B] = chosen_BN.sum(1).numpy()
+            active_XL[pools.numbers_B] = self._active(pools, chosen_BN).numpy()
+        taken = {prompt_id: _walk(emitted_X, span) for prompt_id, span in self.trees.spans.items()}
+        return {name: Steps(emitted_X[at], verified_X[at], active_XL[at]) for name, at in taken.items()}
+
+    def _choose(self, pools: Pools, combination: Combination, generator: torch.Generator) -> Tensor:
+        policy, gamma = combination.policy, combination.gamma
+        footprints = None
+        if policy in NEEDS_FOOTPRINTS:
+            footprints = pools.footprints(combination.footprints, self.tables, self.trees.identity.num_experts)
+        noise = draw_noise(policy, gamma, pools.parents_BN, generator)
+        fields = (pools.parents_BN, pools.prob_BN, torch.ones_like(pools.accepted_BN), footprints)
+        return choose(*fields, policy, gamma, combination.epsilon, noise_RBN=noise)
+
+    def _active(self, pools: Pools, chosen_BN: Tensor) -> Tensor:
+        """Unique experts of the chosen nodes, int64 [B, L]."""
+        ids_BNLK = pools.ids["oracle"].long()
+        B, N, L, K = ids_BNLK.shape
+        padded = ids_BNLK.where(chosen_BN[:, :, None, None], ids_BNLK[:, :1])  # others count as the root
+        ids_BLM = padded.transpose(1, 2).reshape(B, L, N * K)
+        return as_footprints(ids_BLM, self.trees.identity.num_experts).sum(-1)
+
+
+def _walk(emitted_X: np.ndarray, span: range) -> np.ndarray:
+    """The positions of `span` at which a step begins, int64 [S]."""
+    emitted, at, taken = emitted_X[span.start : span.stop].tolist(), 0, []
+    while at < len(emitted):
+        taken.append(span.start + at)
+        at += emitted[at]
+    return np.array(taken, np.int64)
+
+
+def _pools(trees: TreeSet) -> Iterator[Pools]:
+    """All positions in batches of one width and of bounded size."""
+    before = _experts_before(trees)
+    numbers = defaultdict(list)
+    for number, position in enumerate(trees.positions):
+        numbers[position.width].append(number)
+    for width, group in numbers.items():
+        node_bytes = trees.identity.num_layers * trees.identity.num_experts
+        size = max(1, BATCH_BYTES // (width * node_bytes))
+        for start in range(0, len(group), size):
+            batch = np.array(group[start : start + size])
+            yield _stacked(batch, [trees.positions[number] for number in batch], before[batch])
+
+
+def _experts_before(trees: TreeSet) -> np.ndarray:
+    """int16 [X, L, K]: what the root of the position before used, -1 at a text's first."""
+    L, _, K = trees.identity.counts
+    roots_XLK = [position.experts_true_NLK[0] for position in trees.positions]
+    before_XLK = np.full((len(roots_XLK), L, K), -1, np.int16)
+    for span in trees.spans.values():
+        if len(span) > 1:
+            before_XLK[span.start + 1 : span.stop] = roots_XLK[span.start : span.stop - 1]
+    return before_XLK
+
+
+def _stacked(numbers_B: np.ndarray, positions: list[Position], before_BLK: np.ndarray) -> Pools:
+    found = [{"oracle": position.experts_true_NLK, **position.predicted} for position in positions]
+    everywhere = [source for source in found[0] if all(source in ids for ids in found)]
+    ids = {source: torch.from_numpy(np.stack([ids[source] for ids in found])) for source in everywhere}
+    parents_BN = _with_root(positions, "parents_M", -2) + 1
+    return Pools(
+        numbers_B,
+        parents_BN,
+        _cumulative(parents_BN, _with_root(positions, "prob_M", 1)),
+        _with_root(positions, "depth_M", 0),
+        torch.cat([torch.tensor([[p.root] for p in positions]), _with_root(positions, "tokens_M", 0)[:, 1:]], dim=1),
+        _with_root(positions, "accepted_M", True),
+        ids,
+        torch.from_numpy(before_BLK),
+    )
+
+
+def _with_root(positions: list[Position], name: str, root: float) -> Tensor:
+    """A column of the positions as [B, N], `root` first; integers as int64."""
+    column_BM = torch.from_numpy(np.stack([getattr(position, name) for position in positions]))
+    whole = column_BM.dtype in (torch.int16, torch.int32)
+    return torch.nn.functional.pad(column_BM.long() if whole else column_BM, (1, 0), value=root)
+
+
+def _cumulative(parents_BN: Tensor, conditional_BN: Tensor) -> Tensor:
+    """float32 [B, N]: products of conditional probabilities from the root, multiplied in the drafters' order."""
+    prob_BN = conditional_BN.clone()
+    for node in range(1, prob_BN.shape[1]):
+        prob_BN[:, node] *= prob_BN.gather(1, parents_BN[:, node, None])[:, 0]
+    return prob_BN

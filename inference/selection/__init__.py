@@ -1,0 +1,1 @@
+"""Which drafts to verify: pure functions over small tensors. Knows no models."""

@@ -1,0 +1,1 @@
+"""What predictors are worth on traces. Trains only to see how far a predictor carries."""

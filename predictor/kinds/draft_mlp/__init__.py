@@ -1,0 +1,1 @@
+"""An MLP on what a draft head is fed at a node."""

@@ -1,0 +1,1 @@
+"""What traces say of a target: load, unions, reuse, agreement. Reads trace folders only, never a model."""
