@@ -10,9 +10,10 @@ _HOMES = {
     "DraftTree": "tree",
     "DrafterConfig": "config",
     "EcoSpecDecoder": "api",
-    "Method": "decoding.loop",
+    "Method": "decoding.method",
     "generate": "api",
-    "select": "selection.greedy",
+    "select": "selection.rule",
+    "selector": "selection.config",
 }
 __all__ = sorted(_HOMES)
 __getattr__ = attributes(__name__, _HOMES)
