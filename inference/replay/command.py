@@ -15,6 +15,7 @@ from ecospec.inference.evaluation.evaluate import sample_seed, sampling_options
 from ecospec.inference.evaluation.results import folder_name
 from ecospec.inference.evaluation.runfolder import prompts_in_context
 from ecospec.inference.evaluation.turns import Turns
+from ecospec.inference.metrics.metric import REPLAY
 from ecospec.inference.preflight import preflight
 from ecospec.inference.replay.record import TreeRecorder
 from ecospec.inference.replay.results import replay
@@ -26,7 +27,7 @@ from ecospec.progress import progress
 from ecospec.tracing.target.loading import Target, lab_folder, load_target
 from ecospec.tracing.target.requests import prompt_ids
 
-TREES, REPLAY = "trees.parquet", "replay.json"
+TREES = "trees.parquet"
 REPLAYED = ("confidence", "marginal", "global")
 GAMMAS = range(1, 8)
 
@@ -86,12 +87,12 @@ def run_replay(config: DecodeConfig, output: Path) -> str:
     runs = replay(trees, combinations(REPLAYED, sources, GAMMAS), tables)
 
     def write(folder: Path) -> None:
-        write_json(folder / REPLAY, {"runs": runs})
+        write_json(folder / REPLAY, {"runs": [run.to_json(REPLAY) for run in runs]})
         write_json(folder / "provenance.json", provenance() | {"config": dataclasses.asdict(config)})
 
     replace_folder(output, write)
-    last = runs[-1]["dataset"] if runs else None
-    return replay_table([run for run in runs if run["dataset"] == last])
+    last = runs[-1].dataset if runs else None
+    return replay_table([run for run in runs if run.dataset == last])
 
 
 def _identity(
