@@ -17,7 +17,7 @@ from ecospec.errors import InputError
 from ecospec.inference.tree import DraftTree, DraftTrees, stack
 
 NO_HIDDEN = (
-    "--selection.footprints draft_mlp: reads what the target feeds a draft head, and this drafter is fed nothing; "
+    "--selection.footprints: these read what the target feeds a draft head, and this drafter is fed nothing; "
     "draft with eagle3 or mtp, or take other footprints"
 )
 FINAL = -1  # the feature layer whose output is the target's last hidden state, after its final norm

@@ -3,11 +3,12 @@
 It refuses to know where its token ids come from, which experts were right, and how it is trained; the table is lent to
 it (`attach_embedding`), never saved with it and never counted as its own.
 
-Letters: B batch, T tokens, N chosen positions, L MoE layers, E experts per layer, K experts per token, V vocabulary,
+Letters: B batch, T tokens, N chosen positions or tree nodes, L MoE layers, E experts per layer, K experts per token, V vocabulary,
 D width of the target's embeddings, H hidden width.
 """
 
 import hashlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ecospec.errors import InputError
+from ecospec.inference.footprints import as_footprints
+from ecospec.predictor.objective.metrics import top_experts
 
 if TYPE_CHECKING:
     from ecospec.data.module import Batch
@@ -57,6 +60,14 @@ class RoutingConfig(PreTrainedConfig):
         super().__init__(**kwargs)
 
 
+@dataclass(frozen=True)
+class TargetIdentity:
+    """The fields of a `RoutingConfig` that say whose routing is learnt, and that target's embedding table [V, D]."""
+
+    fields: dict
+    table_VD: Tensor
+
+
 class RoutingModel(PreTrainedModel):
     """Needs `attach_embedding` before use. A kind has `read`, which turns a batch into hidden states, and a `head`."""
 
@@ -83,10 +94,10 @@ class RoutingModel(PreTrainedModel):
         table_VD = (embedding.weight if isinstance(embedding, nn.Module) else embedding).detach()
         expected, found = [self.config.vocab_size, self.config.embedding_size], list(table_VD.shape)
         if found != expected:
-            raise InputError(f"{self._origin()}; this target's embedding table is {found}, not {expected}")
+            raise InputError(f"{self.origin()}; this target's embedding table is {found}, not {expected}")
         if embedding_hash(table_VD) != self.config.embedding_sha256:
             raise InputError(
-                f"{self._origin()}; this target's embedding table holds other values (in float16 they would: "
+                f"{self.origin()}; this target's embedding table holds other values (in float16 they would: "
                 "load it with --target.dtype bfloat16 or float32)"
             )
         self.table_VD = table_VD
@@ -100,9 +111,20 @@ class RoutingModel(PreTrainedModel):
         weight = self.head.weight
         return rows_BTD.to(device=weight.device, dtype=weight.dtype)
 
-    def _origin(self) -> str:
+    def origin(self) -> str:
+        """Where the model came from, to begin a message."""
         where = self.config.name_or_path or "this predictor"
         return f"predictor {where}: it was trained for target {self.config.target}"
+
+
+def likeliest(logits_BNLE: Tensor, top_k: int) -> Tensor:
+    """bool [B, N, L, E]: the K experts of each node and layer with the largest logits (paper equation 4)."""
+    return as_footprints(top_experts(logits_BNLE, top_k), logits_BNLE.shape[-1])
+
+
+def step_tokens(model: RoutingModel, tokens: int) -> Tensor:
+    """int64 [1, T]: some tokens on the model's device, to time it with."""
+    return torch.arange(tokens, device=model.device)[None] % model.config.vocab_size
 
 
 def embedding_hash(table_VD: Tensor) -> str:
