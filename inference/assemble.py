@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from ecospec.configs.cli import SHORT_FORMS, override
+from ecospec.configs.keys import SHORT_FORMS, override
 from ecospec.configs.schema import PredictorConfig
 from ecospec.data.traces import TraceSet, read_traces
 from ecospec.errors import InputError

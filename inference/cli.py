@@ -11,8 +11,8 @@ from ecospec.inference.config import DecodeConfig, only_one
 
 
 def check(config: DecodeConfig) -> None:
-    from ecospec.inference import preflight
     from ecospec.inference.evaluation.runfolder import prompts_in_context
+    from ecospec.inference.preflight import preflight
 
     for finding in preflight(config):
         print(f"{finding.what:<24} {finding.value}")
@@ -25,12 +25,12 @@ def generate(config: DecodeConfig) -> None:
     """Decode with the method that the top-level keys describe, streaming text to stdout and statistics to stderr."""
     from transformers import TextStreamer
 
-    from ecospec.inference import preflight
     from ecospec.inference.api import EcoSpecDecoder
     from ecospec.inference.assemble import Workshop, plan_methods
     from ecospec.inference.evaluation.evaluate import sample_seed, sampling_options
     from ecospec.inference.evaluation.runfolder import prompts_in_context
     from ecospec.inference.evaluation.turns import Turns
+    from ecospec.inference.preflight import preflight
     from ecospec.tracing.target.loading import load_target
     from ecospec.tracing.target.requests import prompt_ids
 
@@ -85,20 +85,18 @@ def report(config: DecodeConfig, folders: list[str]) -> None:
         print(path)
 
 
+SUBCOMMANDS = (
+    cli.Subcommand("check", "see whether target, drafter and predictor fit, without weights", check, DecodeConfig),
+    cli.Subcommand("generate", "text in, text out", generate, DecodeConfig),
+    cli.Subcommand("eval", "compare methods on prompts; writes a run folder", evaluate, DecodeConfig),
+    cli.Subcommand("record", "note along plain decoding's texts what any selection would get", record, DecodeConfig),
+    cli.Subcommand("replay", "every policy, source and γ on recorded trees; no target", replay, DecodeConfig),
+    cli.Subcommand("report", "tables and plots of run folders", report, DecodeConfig, folders="+"),
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    return cli.main(
-        "ecospec-decode",
-        DecodeConfig,
-        [
-            cli.Subcommand("check", "see whether target, drafter and predictor fit, without loading weights", check),
-            cli.Subcommand("generate", "text in, text out", generate),
-            cli.Subcommand("eval", "compare methods on prompts; writes a run folder", evaluate),
-            cli.Subcommand("record", "note along plain decoding's texts what any selection would get", record),
-            cli.Subcommand("replay", "every policy, footprint source and γ on recorded trees; no target", replay),
-            cli.Subcommand("report", "tables and plots of run folders as HTML, Markdown and CSV", report, folders="+"),
-        ],
-        argv,
-    )
+    return cli.main("ecospec-decode", SUBCOMMANDS, argv)
 
 
 def _output(config: DecodeConfig, artifact: str) -> Path:
