@@ -6,15 +6,16 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ecospec.configs.schema import PredictorConfig, TargetConfig
-from ecospec.inference.assemble import MethodPlan, Workshop, source_of
+from ecospec.inference.assemble import MethodPlan, Workshop
 from ecospec.inference.config import DrafterConfig, SelectionConfig
 from ecospec.inference.decoding.generation import generate_with
 from ecospec.inference.decoding.loop import Method
 from ecospec.inference.decoding.statistics import Run
 from ecospec.inference.drafters.base import BatchDrafter, Drafter
-from ecospec.inference.footprints.sources import FootprintSource
+from ecospec.inference.footprints import FootprintSource
 from ecospec.inference.selection.greedy import EPSILON
-from ecospec.predictor.kinds.base import RoutingModel
+from ecospec.predictor.kinds.loading import kind_of_model
+from ecospec.predictor.kinds.routing import RoutingModel
 from ecospec.tracing.target.loading import Target, load_target
 from ecospec.tracing.target.recorder import RoutingRecorder
 
@@ -47,7 +48,7 @@ class EcoSpecDecoder:
         """Load everything. Without a drafter it decodes plainly; `target_options` are the keys of `target.*`.
 
         `drafter` is an EAGLE-3 head's folder, or a `DrafterConfig` for another kind or another tree; `predictor` the
-        folder of the model that `footprints` names (`predictor`, `linear`, `draft_mlp`); tables need `traces`.
+        folder of the model that `footprints` names, where it is a trained kind; counted ones need `traces`.
 
         Raises InputError when a part is missing or belongs to another target.
         """
@@ -106,7 +107,7 @@ def generate(
     shares its budget and its experts. The other arguments are those of `EcoSpecDecoder.generate`. The hook for
     `model.generate(custom_generate=…)` is `CustomGenerate(Method(…))`.
     """
-    footprints = source_of(predictor) if isinstance(predictor, RoutingModel) else predictor
+    footprints = kind_of_model(predictor).source(predictor) if isinstance(predictor, RoutingModel) else predictor
     method = Method(drafter, policy, gamma, epsilon, footprints, joint=joint)
     with RoutingRecorder(model) as recorder:
         return generate_with(model, method, input_ids, recorder=recorder, **generation_kwargs)[0]

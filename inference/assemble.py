@@ -2,12 +2,10 @@
 
 import dataclasses
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from ecospec.configs.keys import SHORT_FORMS, override
 from ecospec.configs.schema import PredictorConfig
-from ecospec.data.traces import TraceSet, read_traces
 from ecospec.errors import InputError
 from ecospec.inference.config import (
     BASELINES,
@@ -23,26 +21,11 @@ from ecospec.inference.drafters.eagle3.checkpoint import load_head
 from ecospec.inference.drafters.growth import TreeDrafter
 from ecospec.inference.drafters.mtp.head import load_mtp_head
 from ecospec.inference.drafters.prompt_lookup.lookup import PromptLookupDrafter
-from ecospec.inference.footprints.sources import (
-    DraftMLPFootprints,
-    FootprintSource,
-    LastStepFootprints,
-    LinearFootprints,
-    PredictorFootprints,
-    TableFootprints,
-)
+from ecospec.inference.footprints import FootprintSource
 from ecospec.inference.selection.greedy import NEEDS_FOOTPRINTS
-from ecospec.predictor.kinds.base import RoutingModel
-from ecospec.predictor.kinds.loading import kind_of_model, load_predictor, predictor_values
-from ecospec.predictor.kinds.tables import fit_tables
-from ecospec.tracing.target.loading import Target, check_moe, part_folder, resolve_target
-
-TRAINED = {  # footprints of a model in an exported folder, and what runs it
-    "predictor": PredictorFootprints,
-    "linear": LinearFootprints,
-    "draft_mlp": DraftMLPFootprints,
-}
-COUNTED = ("frequency", "token")  # footprints counted from traces
+from ecospec.predictor.kinds import kind_named
+from ecospec.predictor.kinds.base import FootprintOptions, Kind
+from ecospec.tracing.target.loading import Target, part_folder, resolve_target
 
 
 @dataclass(frozen=True)
@@ -65,9 +48,14 @@ class MethodPlan:
         return self.selection.footprints if self.needs_footprints else None
 
     @property
+    def kind(self) -> Kind | None:
+        """The kind of its footprints, None without any."""
+        return kind_named(self.selection.footprints) if self.needs_footprints else None
+
+    @property
     def trained_folder(self) -> Path | None:
-        """Folder of the trained model behind the footprints. Raises InputError when there is none."""
-        return part_folder(self.predictor.path, self.footprints) if self.footprints in TRAINED else None
+        """Folder of the trained model behind the footprints, None without one. Raises InputError where it is none."""
+        return self.kind.folder(self.predictor.path) if self.kind else None
 
 
 def plan_methods(config: DecodeConfig) -> list[MethodPlan]:
@@ -107,7 +95,7 @@ class Workshop:
         self.target = target
         self.traces = traces
         self._heads: dict[tuple, DraftHead] = {}
-        self._trained: dict[Path, RoutingModel] = {}
+        self._loaded: dict[tuple, object] = {}
 
     def method(self, plan: MethodPlan) -> Method:
         """A working method. Raises InputError when head, predictor or traces do not fit the target."""
@@ -145,45 +133,24 @@ class Workshop:
 
     def footprints(self, plan: MethodPlan) -> FootprintSource:
         """A source of the method's own, on a model that may be shared. Raises InputError when it does not fit."""
-        source, num_experts = plan.selection.footprints, self.target.shape.num_experts
-        if source in TRAINED:
-            model = self.trained(source, plan.trained_folder)
-            if source == "draft_mlp" and plan.drafter.kind in ("eagle3", "mtp"):  # others have no hidden input to give
-                model.require_head(self.head(plan.drafter), plan.drafter.steps)
-            return TRAINED[source](model)
-        if source == "last_step":
-            return LastStepFootprints(num_experts)
-        if source not in COUNTED:
-            raise InputError(
-                f"--selection.footprints {source}: is none of {', '.join((*TRAINED, 'last_step', *COUNTED))}"
-            )
-        return TableFootprints(self._tables[source], num_experts)
+        kind = plan.kind
+        loaded = self.loaded(kind, plan.predictor.path)
+        kind.check_head(loaded, self._reading_head(plan.drafter), plan.drafter.steps)
+        return kind.source(loaded)
 
-    def trained(self, source: str, folder: Path) -> RoutingModel:
-        """The trained model of a folder, on the target's embedding. Raises InputError when it does not fit."""
-        if folder not in self._trained:
-            model = load_trained(source, folder)
-            shape = (model.config.num_layers, model.config.num_experts, model.config.num_experts_per_tok)
-            check_moe(f"--predictor.path {folder}", shape, self.target.shape.counts)
-            model.attach_embedding(self.target.model.get_input_embeddings())
-            self._trained[folder] = model.to(self.target.model.device).eval()
-        return self._trained[folder]
+    def loaded(self, kind: Kind, path: str | None) -> object:
+        """What the sources of a kind share, loaded once. Raises InputError when it does not fit the target."""
+        key = (kind.name, path if kind.trained else None)
+        if key not in self._loaded:
+            self._loaded[key] = kind.load(FootprintOptions(path, self.traces), self.target)
+        return self._loaded[key]
 
-    @cached_property
-    def _tables(self) -> dict:
-        traces = open_traces(self.traces, self.target.shape.counts, self.target.config_sha256)
-        return fit_tables(traces, self.target.shape.vocab_size)
-
-
-def source_of(model: RoutingModel) -> FootprintSource:
-    """What runs a trained model, whichever kind it is."""
-    return TRAINED[kind_of_model(model)](model)
-
-
-def load_trained(source: str, folder: Path) -> RoutingModel:
-    """The trained model behind `source`, without an embedding table. Raises InputError for anything else's folder."""
-    predictor_values(folder, source)
-    return load_predictor(folder)
+    def _reading_head(self, config: DrafterConfig) -> DraftHead | None:
+        """The draft head that reads the target's features; None for a drafter that has none."""
+        if config.kind == "prompt_lookup":
+            return None
+        head = self.head(config)
+        return head if head.feature_layers else None
 
 
 def draft_model_source(config: DrafterConfig) -> str:
@@ -196,18 +163,3 @@ def draft_model_source(config: DrafterConfig) -> str:
 def mtp_source(config: DrafterConfig, target_path: str) -> str:
     """Where the MTP layer is read from: the target's own checkpoint unless another is named."""
     return target_path if config.path in (None, "lab") else config.path
-
-
-def open_traces(path: str | None, counts: tuple[int, int, int], config_sha256: str | None = None) -> TraceSet:
-    """The traces that tables are counted from, of the target with this (L, E, K) and configuration hash.
-
-    Raises InputError when there are none or they are another target's.
-    """
-    if path is None:
-        raise InputError("--selection.footprints: frequency and token are counted from traces; give --traces DIR")
-    traces = read_traces(path)
-    check_moe(f"--traces {path}", (traces.num_layers, traces.num_experts, traces.top_k), counts)
-    recorded = traces.manifest["target"]
-    if config_sha256 not in (None, recorded["config_sha256"]):
-        raise InputError(f"--traces {path}: recorded on {recorded['name']}, another target; trace this one")
-    return traces

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from ecospec.configs.schema import PredictorConfig, PromptConfig, TargetConfig
 from ecospec.errors import InputError
+from ecospec.predictor.kinds import KindName
 
 LEAST_TEMPERATURE = 1e-3  # below it logits overflow
 BASELINES = ("none", "hf_greedy")  # our plain loop; Transformers' own `generate`
@@ -39,7 +40,7 @@ class DrafterConfig:
 class SelectionConfig:
     policy: Literal["marginal", "confidence", "global", "random"] = "marginal"
     """Which drafts to verify: `marginal` (EcoSpec), `confidence` (EAGLE), `global` (its static ablation), `random`."""
-    footprints: Literal["predictor", "linear", "draft_mlp", "last_step", "frequency", "token"] = "predictor"
+    footprints: KindName = "predictor"
     """Where a draft's experts are learnt: a model (`predictor.path`), the last step, a table counted from `traces`."""
     gamma: int = 4
     """Tokens verified per step, the root included."""
@@ -76,7 +77,7 @@ class DecodeConfig(PromptConfig):
     methods: list[MethodConfig] = field(default_factory=list)
     """Methods of `eval` (one must be plain: `drafter: none`) and `check`; `record` keeps what their sources predict."""
     traces: str | None = None
-    """Trace folder from which the footprints `frequency` and `token` are counted."""
+    """Trace folder from which footprints that are tables are counted."""
     trees: str | None = None
     """Folder that `record` wrote, or its tree file, for `replay`; `lab` is the shipped one."""
     temperature: list[float] = field(default_factory=lambda: [0.0])

@@ -7,24 +7,14 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ecospec.errors import InputError
-from ecospec.inference.assemble import (
-    COUNTED,
-    MethodPlan,
-    draft_model_source,
-    mtp_source,
-    open_traces,
-    plan_methods,
-)
+from ecospec.inference.assemble import MethodPlan, draft_model_source, mtp_source, plan_methods
 from ecospec.inference.config import DecodeConfig, DrafterConfig
-from ecospec.inference.drafters.base import NO_HIDDEN
 from ecospec.inference.drafters.draft_lm.head import inspect_language_model
 from ecospec.inference.drafters.eagle3.checkpoint import inspect_head
-from ecospec.inference.drafters.headers import safetensors_shapes
 from ecospec.inference.drafters.mtp.head import inspect_mtp
 from ecospec.inference.target.verification import check_batch, check_tree_support
-from ecospec.predictor.kinds.loading import predictor_values, require_target
+from ecospec.predictor.kinds.base import FootprintOptions
 from ecospec.tracing.target.loading import (
-    MoeShape,
     config_hash,
     load_target_config,
     load_tokenizer,
@@ -74,7 +64,8 @@ def preflight(config: DecodeConfig) -> list[Finding]:
             drafter = _DRAFTERS[plan.drafter.kind](config, plan.drafter, model_config)
             findings += _check_drafter(plan, drafter)
             if plan.needs_footprints:
-                value = _check_footprints(config, plan, model_config, shape, drafter)
+                options = FootprintOptions(plan.predictor.path, config.traces)
+                value = plan.kind.inspect(options, shape, config_hash(model_config), drafter.hidden)
                 findings.append(Finding(f"{plan.label}: footprints", value))
     return findings
 
@@ -146,32 +137,3 @@ _DRAFTERS = {
     "draft_lm": _inspect_draft_lm,
     "prompt_lookup": _inspect_lookup,
 }
-
-
-def _check_footprints(
-    config: DecodeConfig, plan: MethodPlan, model_config: PreTrainedConfig, shape: MoeShape, drafter: Drafter
-) -> str:
-    """What the footprint source is. Raises InputError when target or drafter are not those it is made for."""
-    if plan.footprints == "last_step":
-        return "last_step, the experts of the token before the root"
-    if plan.footprints in COUNTED:
-        traces = open_traces(config.traces, shape.counts, config_hash(model_config))
-        return f"{plan.footprints}, counted from {traces.folder}"
-    values = predictor_values(plan.trained_folder, plan.footprints)
-    require_target(plan.predictor.path, values, shape, config_hash(model_config))
-    fed = f", fed the drafter's hidden {_hidden(plan, values, drafter)}" if plan.footprints == "draft_mlp" else ""
-    weights = safetensors_shapes(plan.trained_folder / "model.safetensors").values()
-    count = sum(torch.Size(size).numel() for size in weights) / 1e6
-    return f"{plan.trained_folder}, {count:.2f} M weights, trained for {values.get('target')}{fed}"
-
-
-def _hidden(plan: MethodPlan, values: dict, drafter: Drafter) -> int:
-    """Width of what the drafter is fed. Raises InputError where it is not what the model of `values` reads."""
-    if drafter.hidden is None:
-        raise InputError(NO_HIDDEN)
-    if values.get("draft_size") != drafter.hidden:
-        raise InputError(
-            f"--predictor.path {plan.predictor.path}: reads {values.get('draft_size')} hidden values of a draft head, "
-            f"this drafter has {drafter.hidden}; take the one that was trained on it"
-        )
-    return drafter.hidden

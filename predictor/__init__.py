@@ -1,4 +1,4 @@
-"""The expert predictor: model, loss, metrics, the simple predictors it must beat, training, `ecospec-train`.
+"""The expert predictor: model, loss, metrics, the simple kinds it must beat, training, `ecospec-train`.
 
 Names are imported on first use: this module loads nothing.
 """
@@ -12,8 +12,6 @@ _HOMES = {
     "expert_loss": "objective.loss",
     "excess_loss": "objective.loss",
     "top_experts": "objective.metrics",
-    "fit_frequency": "kinds.tables",
-    "fit_token": "kinds.tables",
     "load_embedding": "embedding",
 }
 __all__ = list(_HOMES)

@@ -137,9 +137,13 @@ class ModelFitConfig(FitConfig, *dict.fromkeys(kind.training_keys for kind in tr
         """Raises InputError for a key that only another kind than `kind` reads."""
         for key in sorted(keys):
             group = key.partition(".")[0]
-            readers = [kind.name for kind in trained_kinds() if group in {own.name for own in fields(kind.training_keys)}]
+            readers = [
+                kind.name for kind in trained_kinds() if group in {own.name for own in fields(kind.training_keys)}
+            ]
             if readers and self.kind not in readers:
-                raise InputError(f"--{key}: is read by --kind {' and '.join(readers)} alone, this is --kind {self.kind}")
+                raise InputError(
+                    f"--{key}: is read by --kind {' and '.join(readers)} alone, this is --kind {self.kind}"
+                )
 
 
 @dataclass

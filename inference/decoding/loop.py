@@ -21,7 +21,7 @@ from ecospec.errors import InputError
 from ecospec.inference.decoding.picking import Row, walk
 from ecospec.inference.decoding.statistics import Run, Step, StepClock
 from ecospec.inference.drafters.base import BatchDrafter, Drafter, EachRow
-from ecospec.inference.footprints.sources import FootprintSource, needs_hidden
+from ecospec.inference.footprints import FootprintSource, needs_hidden
 from ecospec.inference.selection.greedy import EPSILON, NEEDS_FOOTPRINTS, check_selection, choose, draw_noise
 from ecospec.inference.target.cache import RowCache
 from ecospec.inference.target.features import FeatureTap

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import torch
 
 from ecospec.files import replace_file
-from ecospec.inference.assemble import TRAINED, MethodPlan
+from ecospec.inference.assemble import MethodPlan
 from ecospec.inference.config import DecodeConfig
 from ecospec.inference.decoding.statistics import PHASES, Step
 from ecospec.inference.evaluation.evaluate import Outcome
@@ -92,7 +92,7 @@ def _identity(config: DecodeConfig, target: Target, plan: MethodPlan) -> dict:
         "drafter": plan.baseline or plan.drafter.kind,
         "selection": selection and selection.policy,
         "footprints": plan.footprints,
-        "predictor": folder_name(plan.predictor.path) if plan.footprints in TRAINED else None,
+        "predictor": folder_name(plan.predictor.path) if plan.kind and plan.kind.trained else None,
         "gamma": selection and selection.gamma,
         "epsilon": selection.epsilon if plan.needs_footprints else None,
         "tree": {"steps": plan.drafter.steps, "topk": plan.drafter.topk} if speculative else None,

@@ -1,6 +1,5 @@
 """The shell of `ecospec-decode eval`: load, compare, and write a run folder."""
 
-import dataclasses
 from pathlib import Path
 
 import torch
@@ -8,8 +7,8 @@ import torch
 from ecospec.data.prompts import Prompt, read_prompts
 from ecospec.data.traces import read_traces
 from ecospec.errors import InputError
-from ecospec.files import provenance, read_json, replace_folder, write_json
-from ecospec.inference.assemble import COUNTED, TRAINED, MethodPlan, plan_methods
+from ecospec.files import read_json, replace_folder, write_json
+from ecospec.inference.assemble import MethodPlan, plan_methods
 from ecospec.inference.config import DecodeConfig
 from ecospec.inference.evaluation.evaluate import Outcome, evaluate
 from ecospec.inference.evaluation.results import folder_name, summarise, write_steps
@@ -17,6 +16,7 @@ from ecospec.inference.evaluation.turns import require_room
 from ecospec.inference.preflight import preflight
 from ecospec.inference.report.document import read_runs, write_report
 from ecospec.inference.report.tables import markdown_table
+from ecospec.provenance import Provenance
 from ecospec.tracing.target.loading import load_target, load_target_config, load_tokenizer, part_folder
 
 
@@ -54,7 +54,7 @@ class _Shown:
     """
 
     def __init__(self, config: DecodeConfig, plans: list[MethodPlan]) -> None:
-        trained = sorted((p for p in plans if p.footprints in TRAINED), key=lambda plan: plan.predictor.path or "")
+        trained = sorted((p for p in plans if p.kind and p.kind.trained), key=lambda plan: plan.predictor.path or "")
         folders = {plan.trained_folder for plan in trained}
         named = {(plan.footprints, folder_name(plan.predictor.path)): plan.trained_folder for plan in trained}
         if len(named) < len(folders):
@@ -62,7 +62,7 @@ class _Shown:
         self.metrics = {key: read_json(folder / "metrics.json") for key, folder in named.items()}
         folders |= {part_folder(p.drafter.path, "drafter") for p in plans if _has_head(p)}
         self.seen = {name for folder in folders for name in _trained_on(folder)}
-        if any(plan.footprints in COUNTED for plan in plans) and config.traces:
+        if any(plan.kind and plan.kind.counted for plan in plans) and config.traces:
             self.seen |= {source["dataset"] for source in read_traces(config.traces).manifest["prompts"]}
 
     @property
@@ -93,8 +93,7 @@ def _trained_on(folder: Path) -> list[str]:
 def _write(folder: Path, name: str, config: DecodeConfig, results: dict, outcomes: list[Outcome]) -> None:
     write_json(folder / "results.json", results)
     write_steps(folder / "steps.parquet", outcomes)
-    machine = {"threads": torch.get_num_threads(), "caches": _caches()}
-    write_json(folder / "provenance.json", provenance() | machine | {"config": dataclasses.asdict(config)})
+    Provenance.of(config, threads=torch.get_num_threads(), caches=_caches()).write(folder)
     write_report([folder], folder, name)
 
 

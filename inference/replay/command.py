@@ -1,6 +1,5 @@
 """The shells of `ecospec-decode record` and `replay`: trees in a folder once, then any selection without the target."""
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,8 +7,8 @@ import torch
 
 from ecospec.data.prompts import Prompt
 from ecospec.errors import InputError
-from ecospec.files import provenance, replace_folder, write_json
-from ecospec.inference.assemble import TRAINED, MethodPlan, Workshop, open_traces, plan_methods
+from ecospec.files import replace_folder, write_json
+from ecospec.inference.assemble import MethodPlan, Workshop, plan_methods
 from ecospec.inference.config import DecodeConfig, DrafterConfig, only_one
 from ecospec.inference.evaluation.evaluate import sample_seed, sampling_options
 from ecospec.inference.evaluation.results import folder_name
@@ -18,11 +17,12 @@ from ecospec.inference.evaluation.turns import Turns
 from ecospec.inference.preflight import preflight
 from ecospec.inference.replay.record import TreeRecorder
 from ecospec.inference.replay.results import replay
-from ecospec.inference.replay.stepping import Tables, combinations
+from ecospec.inference.replay.stepping import Sources, combinations, replay_sources
 from ecospec.inference.replay.table import replay_table
 from ecospec.inference.replay.treefile import Identity, Position, TreeSet, read_trees, write_trees
-from ecospec.predictor.kinds.tables import fit_tables
+from ecospec.predictor.kinds.counting import open_traces
 from ecospec.progress import progress
+from ecospec.provenance import Provenance
 from ecospec.tracing.target.loading import Target, lab_folder, load_target
 from ecospec.tracing.target.recorder import RoutingRecorder
 from ecospec.tracing.target.requests import prompt_ids
@@ -54,7 +54,7 @@ def run_record(config: DecodeConfig, output: Path) -> str:
             trees = TreeRecorder(target.model, recorder, workshop.drafter(drafter), drafter.steps, sources)
             positions = _positions(config, target, trees, prompts)
             written = write_trees(folder / TREES, identity, positions, trees.seconds)
-        write_json(folder / "provenance.json", provenance() | {"config": dataclasses.asdict(config)})
+        Provenance.of(config).write(folder)
 
     replace_folder(output, write)
     return f"{output / TREES}: {written} positions of {len(prompts)} prompts"
@@ -71,7 +71,7 @@ def recorded_sources(config: DecodeConfig) -> tuple[DrafterConfig, dict[str, Met
     sources: dict[str, MethodPlan] = {}
     for plan in (plan for plan in plans if plan.needs_footprints):
         known = sources.setdefault(plan.footprints, plan)
-        if plan.footprints in TRAINED and plan.predictor != known.predictor:
+        if plan.kind.trained and plan.predictor != known.predictor:
             paths = f"{known.predictor.path} and {plan.predictor.path}"
             raise InputError(f"methods: a tree file keeps one {plan.footprints}, not {paths}; record them one by one")
     return plans[0].drafter, sources
@@ -83,14 +83,13 @@ def run_replay(config: DecodeConfig, output: Path) -> str:
     Returns a table of the last data set (all of them together where there are several) as Markdown.
     """
     trees = _read(config)
-    tables = _tables(config, trees)
+    sources = _sources(config, trees)
     recorded = trees.positions[0].predicted if trees.positions else {}
-    sources = ["oracle", *recorded, "last_step", *tables]
-    runs = replay(trees, combinations(REPLAYED, sources, GAMMAS), tables)
+    runs = replay(trees, combinations(REPLAYED, ["oracle", *recorded, *sources], GAMMAS), sources)
 
     def write(folder: Path) -> None:
         write_json(folder / REPLAY, {"runs": runs})
-        write_json(folder / "provenance.json", provenance() | {"config": dataclasses.asdict(config)})
+        Provenance.of(config).write(folder)
 
     replace_folder(output, write)
     last = runs[-1]["dataset"] if runs else None
@@ -104,7 +103,7 @@ def _identity(
     plans: dict[str, MethodPlan],
     prompts: list[Prompt],
 ) -> Identity:
-    folders = {name: folder_name(plan.predictor.path) for name, plan in plans.items() if name in TRAINED}
+    folders = {name: folder_name(plan.predictor.path) for name, plan in plans.items() if plan.kind.trained}
     return Identity(
         target=target.name,
         target_config_sha256=target.config_sha256,
@@ -140,10 +139,9 @@ def _read(config: DecodeConfig) -> TreeSet:
     return read_trees(path / TREES if path.is_dir() else path)
 
 
-def _tables(config: DecodeConfig, trees: TreeSet) -> Tables:
-    """`frequency` and `token`, counted from `traces` where they are given. Raises InputError for another target's."""
-    if config.traces is None:
-        return {}
-    traces = open_traces(config.traces, trees.identity.counts, trees.identity.target_config_sha256)
-    seen = [max([p.root, *p.tokens_M]) for p in trees.positions] + [item.input_ids.max() for item in traces]
-    return fit_tables(traces, 1 + int(max(seen)))
+def _sources(config: DecodeConfig, trees: TreeSet) -> Sources:
+    """The sources that need no record, counted from `traces` where given. Raises InputError for another target's."""
+    traces = None
+    if config.traces is not None:
+        traces = open_traces(config.traces, trees.identity.counts, trees.identity.target_config_sha256)
+    return replay_sources(trees, traces)

@@ -24,7 +24,7 @@ from ecospec.inference.decoding.loop import Method, News, SpeculativeLoop
 from ecospec.inference.decoding.picking import Picker, Row
 from ecospec.inference.decoding.statistics import StepClock
 from ecospec.inference.drafters.base import BatchDrafter, Drafter
-from ecospec.inference.footprints.sources import FootprintSource, needs_hidden
+from ecospec.inference.footprints import FootprintSource, needs_hidden
 from ecospec.inference.replay.treefile import PREDICTED, TARGET, Position
 from ecospec.inference.target.cache import RowCache
 from ecospec.inference.target.features import FeatureTap
@@ -127,7 +127,7 @@ class TreeRecorder:
             accepted_M=_accepted(tree, row.ids_T[place:]),
             target_prob_M=_target_prob(tree, ids_T, out.logits[0], row.picker),
             experts_true_NLK=true_NLK.sort(-1).values.cpu().numpy(),
-            **{f"{PREDICTED[name]}_NLK": _ids(name, found, true_NLK.shape[-1]) for name, found in predicted.items()},
+            predicted={name: _ids(name, found, true_NLK.shape[-1]) for name, found in predicted.items()},
         )
         return position, self._news(out, true_NLK, 1)
 

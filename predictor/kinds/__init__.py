@@ -34,6 +34,19 @@ def kind_named(name: str) -> Kind:
     raise InputError(f"--selection.footprints {name}: is none of {', '.join(kind.name for kind in all_kinds())}")
 
 
+def trained_kind(name: str) -> TrainedKind:
+    """The trained kind of this name. Raises InputError when there is none."""
+    for kind in trained_kinds():
+        if kind.name == name:
+            return kind
+    raise InputError(f"--kind {name}: is none of {', '.join(kind.name for kind in trained_kinds())}")
+
+
+def yardstick() -> Kind:
+    """The best of the kinds that need no training, which a learning curve is held against."""
+    return next(kind for kind in all_kinds() if kind.yardstick)
+
+
 if TYPE_CHECKING:
     KindName = TrainedKindName = str
 else:  # as literals, so that `--help` lists the names and other ones are refused

@@ -3,7 +3,7 @@
 Letters: B batch, N tree nodes, L MoE layers, E experts per layer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -25,13 +25,15 @@ class TrainedKind(Kind):
     """A model in an exported folder. `model_type` is what its `config.json` says.
 
     `training_keys`: the dataclass of the keys of `ecospec-train predictor` that only this kind reads, joined to that
-    subcommand's; `evaluation_keys`: those that `ecospec-train evaluate` needs to measure it.
+    subcommand's; `evaluation_keys`: those that `ecospec-train evaluate` needs to measure it. `made_for`: fields of the
+    model's configuration that a resumed training must share, and what to say where they differ.
     """
 
     trained = True
     model_type: ClassVar[str]
     training_keys: ClassVar[type] = NoKeys
     evaluation_keys: ClassVar[type] = NoKeys
+    made_for: ClassVar[Mapping[str, str]] = {}
 
     @property
     def model_class(self) -> "type[RoutingModel]":

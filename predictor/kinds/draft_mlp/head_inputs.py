@@ -29,8 +29,7 @@ HEAD_INPUTS = "head_inputs"  # the column of a batch
 
 @dataclass(frozen=True, eq=False)
 class HeadInputTrace(Trace):
-    """A trace with the head's hidden input at each token: bfloat16 [T, A, F], zeros where a draft would begin earlier.
-    """
+    """A trace with the head's hidden input at each token: bfloat16 [T, A, F], zeros where a draft would begin earlier."""
 
     head_inputs: Tensor = field(kw_only=True)
 
@@ -50,9 +49,7 @@ def require_rollout(head: nn.Module) -> None:
 
 
 @torch.inference_mode()
-def read_head_inputs(
-    model: nn.Module, head: Eagle3Head, items: Sequence[Trace], steps: int
-) -> list[HeadInputTrace]:
+def read_head_inputs(model: nn.Module, head: Eagle3Head, items: Sequence[Trace], steps: int) -> list[HeadInputTrace]:
     """`items` with the hidden inputs of `head`, attached to the target `model`, in drafts `steps` tokens deep.
 
     Kept in memory: (steps + 1) · F numbers of two bytes a token. `head` is one that `require_rollout` passes.

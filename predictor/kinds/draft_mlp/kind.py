@@ -1,6 +1,7 @@
 """The kind's object; see `ecospec.predictor.kinds.base`."""
 
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ecospec.errors import InputError
@@ -25,6 +26,7 @@ class DraftMLPKind(TrainedKind):
     model_type = "ecospec_draft_mlp"
     training_keys = TrainingKeys
     evaluation_keys = EvaluationKeys
+    made_for = MappingProxyType({"drafter_fingerprint": "--drafter.path: that draft head has changed"})
 
     @property
     def model_class(self) -> "type[DraftMLP]":

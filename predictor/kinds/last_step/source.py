@@ -51,6 +51,4 @@ class LastStepPredictor:
 def last_step_baseline(traces: Traces, nodes: int) -> Baseline:
     """Of the token right after the last one known, a step's root; drafts lie further from it."""
     experts_LK = next(iter(traces)).experts[0]
-    return Baseline(
-        LastStepPredictor(count_shares(traces)).logits, lambda: np.repeat(experts_LK[None], nodes, axis=0)
-    )
+    return Baseline(LastStepPredictor(count_shares(traces)).logits, lambda: np.repeat(experts_LK[None], nodes, axis=0))

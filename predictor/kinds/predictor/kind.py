@@ -38,7 +38,9 @@ class PredictorKind(TrainedKind):
 
         return PredictorFootprints(loaded)
 
-    def new(self, config: TrainingKeys, identity: "TargetIdentity", traces: "Traces") -> "tuple[ExpertPredictor, Traces]":
+    def new(
+        self, config: TrainingKeys, identity: "TargetIdentity", traces: "Traces"
+    ) -> "tuple[ExpertPredictor, Traces]":
         """See `TrainedKind`."""
         from ecospec.predictor.kinds.predictor.fresh import new_predictor
 
