@@ -137,13 +137,9 @@ class ModelFitConfig(FitConfig, *dict.fromkeys(kind.training_keys for kind in tr
         """Raises InputError for a key that only another kind than `kind` reads."""
         for key in sorted(keys):
             group = key.partition(".")[0]
-            readers = [
-                kind.name for kind in trained_kinds() if group in {own.name for own in fields(kind.training_keys)}
-            ]
+            readers = [kind.name for kind in trained_kinds() if group in kind.own_keys]
             if readers and self.kind not in readers:
-                raise InputError(
-                    f"--{key}: is read by --kind {' and '.join(readers)} alone, this is --kind {self.kind}"
-                )
+                raise InputError(f"--{key}: a {self.kind} does not read it (only --kind {' and '.join(readers)})")
 
 
 @dataclass
@@ -186,7 +182,7 @@ class GeneraliseConfig(ModelFitConfig):
 
 @dataclass
 class TrainDrafterConfig(FitConfig):
-    """Train an EAGLE-3 head on a target's own text. Training ends at the first of max_minutes, max_steps, max_epochs."""
+    """Train an EAGLE-3 head on a target's own text, to the first of max_minutes, max_steps and max_epochs."""
 
     head: HeadConfig = field(default_factory=HeadConfig)
 

@@ -11,7 +11,7 @@ from ecospec.inference.replay.command import TREES, run_record
 from ecospec.inference.replay.results import ALL, replay
 from ecospec.inference.replay.stepping import Combination, Replay
 from ecospec.inference.replay.treefile import read_trees
-from ecospec.predictor.kinds.loading import KINDS
+from ecospec.predictor.kinds import trained_kinds
 from ecospec.tracing.target.loading import load_target
 
 PROMPTS = {"datasets": ["lab/maths", "lab/code", "lab/terms", "lab/prose"], "samples": 5}
@@ -63,7 +63,7 @@ def test_twenty_prompts_replay_as_they_decode(temperature, tmp_path):
 
 @pytest.mark.slow
 def test_shipped_footprints_keep_most_of_what_oracle_saves(tmp_path):
-    methods = [MethodConfig(source, selection={"footprints": source}) for source in KINDS]
+    methods = [MethodConfig(kind.name, selection={"footprints": kind.name}) for kind in trained_kinds()]
     config = DecodeConfig(
         target=TargetConfig(name="lab", dtype="float32"),
         datasets=PROMPTS["datasets"],

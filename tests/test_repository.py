@@ -11,7 +11,7 @@ import pytest
 
 from ecospec.configs import cli
 from ecospec.inference.config import DecodeConfig
-from ecospec.predictor.config import TrainConfig
+from ecospec.predictor.config import TrainDrafterConfig, TrainPredictorConfig
 from ecospec.tracing.config import TraceConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -20,8 +20,8 @@ SOURCES = sorted(path for folder in (*FOLDERS, "tests") for path in (ROOT / fold
 CONFIGS = sorted((ROOT / "configs").glob("*/*.yaml"))
 SCHEMAS = {
     "trace": TraceConfig,
-    "predictor": TrainConfig,
-    "drafter": TrainConfig,
+    "predictor": TrainPredictorConfig,
+    "drafter": TrainDrafterConfig,
     "demo": DecodeConfig,
     "decode": DecodeConfig,
     "ladder": DecodeConfig,

@@ -17,9 +17,9 @@ from ecospec.inference.decoding.generation import generate_with
 from ecospec.inference.evaluation.evaluate import evaluate, sample_seed, sampling_options
 from ecospec.inference.replay.command import TREES
 from ecospec.inference.replay.treefile import read_trees
-from ecospec.predictor.config import TrainConfig
+from ecospec.predictor.config import EvaluateConfig
 from ecospec.predictor.evaluation.evaluate import evaluate_predictor
-from ecospec.predictor.kinds.loading import KINDS
+from ecospec.predictor.kinds import trained_kinds
 from ecospec.tracing.stats.counts import Tally, summarise
 from ecospec.tracing.store.check import check_folder
 from ecospec.tracing.target.loading import lab_folder, load_target
@@ -132,7 +132,7 @@ def test_drafter_and_predictors_are_at_most_half_the_active_target(target):
     active = others - embedding + routed * target.shape.top_k / target.shape.num_experts
     workshop = Workshop(target)
     head = workshop.drafter(DrafterConfig()).head
-    for part in (head, *(workshop.trained(kind, lab_folder(kind)) for kind in KINDS)):
+    for part in (head, *(workshop.loaded(kind, "lab") for kind in trained_kinds())):
         assert sum(p.numel() for p in part.parameters()) <= active / 2
 
 
@@ -147,9 +147,9 @@ def test_prompts_are_enough_distinct_and_apart():
 
 
 def test_on_traces_it_was_not_trained_on_the_shipped_predictor_beats_the_token_table_by_ten_points():
-    metrics = evaluate_predictor(TrainConfig(traces=str(lab_folder("traces"))))
-    assert metrics["overlap"] >= 0.88
-    assert metrics["overlap"] >= metrics["ladder"]["token"]["overlap"] + 0.10
+    metrics = evaluate_predictor(EvaluateConfig(traces=str(lab_folder("traces"))))
+    assert metrics.numbers.overlap >= 0.88
+    assert metrics.numbers.overlap >= metrics.ladder["token"].overlap + 0.10
 
 
 def test_the_shipped_traces_are_sound_and_show_locality():
@@ -168,7 +168,7 @@ def test_the_shipped_trees_are_the_train_prompts_of_the_shipped_target(target):
     assert trees.identity.counts == target.shape.counts
     assert {name.split("/")[1] for name in trees.spans} == {"train"}
     assert len(trees.spans) == 160 and all(trees.spans.values())
-    assert all(position.experts_pred_NLK is not None for position in trees.positions)
+    assert all("predictor" in position.predicted for position in trees.positions)
 
 
 def test_the_card_keeps_its_promises():

@@ -102,8 +102,8 @@ class Kind:
         """The source as replay can have it, from `traces` and a tree file, without target or model.
 
         None where it cannot: a trained kind (its footprints were recorded), or a counted one without traces. The source
-        is asked for many positions at once, as a batch of texts: `routed` holds the experts [1, L, K] of each position's
-        token before the root, -1 where the file does not say.
+        is asked for many positions at once, as a batch of texts that are their roots alone; `routed` holds the experts
+        [1, L, K] of each position's token before the root, -1 where the file does not say.
         """
         return None
 

@@ -3,8 +3,8 @@
 It refuses to know where its token ids come from, which experts were right, and how it is trained; the table is lent to
 it (`attach_embedding`), never saved with it and never counted as its own.
 
-Letters: B batch, T tokens, N chosen positions or tree nodes, L MoE layers, E experts per layer, K experts per token, V vocabulary,
-D width of the target's embeddings, H hidden width.
+Letters: B batch, T tokens, N chosen positions or tree nodes, L MoE layers, E experts per layer, K experts per token,
+V vocabulary, D width of the target's embeddings, H hidden width.
 """
 
 import hashlib

@@ -4,7 +4,7 @@ Letters: B batch, N tree nodes, L MoE layers, E experts per layer.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -34,6 +34,11 @@ class TrainedKind(Kind):
     training_keys: ClassVar[type] = NoKeys
     evaluation_keys: ClassVar[type] = NoKeys
     made_for: ClassVar[Mapping[str, str]] = {}
+
+    @property
+    def own_keys(self) -> frozenset[str]:
+        """The names of the `training_keys`."""
+        return frozenset(key.name for key in fields(self.training_keys))
 
     @property
     def model_class(self) -> "type[RoutingModel]":

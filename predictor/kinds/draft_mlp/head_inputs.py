@@ -29,7 +29,7 @@ HEAD_INPUTS = "head_inputs"  # the column of a batch
 
 @dataclass(frozen=True, eq=False)
 class HeadInputTrace(Trace):
-    """A trace with the head's hidden input at each token: bfloat16 [T, A, F], zeros where a draft would begin earlier."""
+    """A trace with the head's hidden input at each token: bfloat16 [T, A, F], 0 where a draft would begin earlier."""
 
     head_inputs: Tensor = field(kw_only=True)
 

@@ -117,7 +117,7 @@ class GatedBlock(nn.Module):
 
 
 def fingerprint(head: Eagle3Head) -> str:
-    """sha256 over the layers that feed a draft head, its rotary base, and the first values of each weight cast to bfloat16."""
+    """sha256 over a head's feature layers, its rotary base, and the first values of each weight cast to bfloat16."""
     digest = hashlib.sha256(repr((list(head.feature_layers), head.config.rope_parameters["rope_theta"])).encode())
     for name, weight in sorted(head.named_parameters()):
         values = weight.detach().flatten()[:FINGERPRINT_VALUES].to(device="cpu", dtype=torch.bfloat16)

@@ -1,4 +1,7 @@
-"""The linear probe. Letters: B batch, T tokens, L MoE layers, E experts per layer, D width of the target's embeddings."""
+"""The linear probe.
+
+Letters: B batch, T tokens, L MoE layers, E experts per layer, D width of the target's embeddings.
+"""
 
 from typing import TYPE_CHECKING
 
