@@ -1,13 +1,9 @@
 """Atomic writes and hashes: the only place that puts results on disk."""
 
 import hashlib
-import importlib.metadata
 import json
 import os
-import platform
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -102,36 +98,3 @@ def replace_folder(folder: Path, write: Callable[[Path], object]) -> None:
             old.rename(folder)
         shutil.rmtree(partial, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def package_versions() -> dict[str, str]:
-    """Of the packages that are installed: decoding needs no Lightning."""
-    names = ("ecospec", "torch", "transformers", "lightning", "pyarrow", "tokenizers", "numpy")
-    installed = {found.name.lower() for found in importlib.metadata.distributions()}
-    return {name: importlib.metadata.version(name) for name in names if name in installed}
-
-
-def provenance() -> dict:
-    """Command line, source revision, package versions and machine, as written beside every artifact."""
-    return {
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "git_revision": _git_revision(),
-        "packages": package_versions(),
-        "python": platform.python_version(),
-        "machine": {"processor": _processor(), "cores": os.cpu_count(), "system": platform.system()},
-    }
-
-
-def _git_revision() -> str | None:
-    here = Path(__file__).resolve().parent
-    result = subprocess.run(["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return result.stdout.strip() if result.returncode == 0 else None
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor()

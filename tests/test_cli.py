@@ -8,7 +8,7 @@ from ecospec.configs import cli
 from ecospec.configs.keys import override
 from ecospec.errors import DamageError, InputError
 from ecospec.files import read_json, replace_file, replace_folder, require_new_folder, write_json
-from ecospec.inference.config import DecodeConfig, SelectionConfig
+from ecospec.inference.config import EvalConfig, SelectionConfig
 
 
 @dataclass
@@ -47,7 +47,7 @@ def test_short_forms_mean_their_full_keys():
 
 
 def test_dashes_and_underscores_are_the_same():
-    config, _ = cli.parse("prog", DecodeConfig, ["--max-new-tokens", "7", "--footprints", "token"])
+    config, _ = cli.parse("prog", EvalConfig, ["--max-new-tokens", "7", "--footprints", "token"])
     assert (config.max_new_tokens, config.selection.footprints) == (7, "token")
 
 

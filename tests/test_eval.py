@@ -13,13 +13,15 @@ from transformers import LlamaConfig
 
 from ecospec.configs.schema import TargetConfig
 from ecospec.errors import InputError
-from ecospec.inference import EcoSpecDecoder, assemble
+from ecospec.inference import EcoSpecDecoder
 from ecospec.inference.cli import main
 from ecospec.inference.drafters.eagle3.head import Eagle3Head
 from ecospec.inference.evaluation import runfolder
 from ecospec.inference.evaluation.evaluate import sample_seed
-from ecospec.predictor.config import BackboneConfig, TrainConfig
+from ecospec.predictor.config import TrainPredictorConfig
 from ecospec.predictor.embedding import load_embedding
+from ecospec.predictor.kinds import loading
+from ecospec.predictor.kinds.predictor.config import BackboneConfig
 from ecospec.tracing.cli import main as trace
 from ecospec.tracing.target.loading import config_hash, load_target, load_target_config, shape_of
 from tests.learnable import fresh_predictor
@@ -48,7 +50,7 @@ def save_head(folder, vocab_size=VOCABULARY, hidden_size=32, seed=0):
 
 
 def save_predictor(folder, target):
-    config = TrainConfig(target=TargetConfig(name=str(target)), backbone=BackboneConfig(hidden_size=32))
+    config = TrainPredictorConfig(target=TargetConfig(name=str(target)), backbone=BackboneConfig(hidden_size=32))
     model_config = load_target_config(config.target)
     shape = shape_of(model_config)
     predictor = fresh_predictor(config, shape, config_hash(model_config), load_embedding(config.target))
@@ -71,11 +73,9 @@ def save_rung(folder, lab, kind, **changes):
 @pytest.fixture
 def rungs(lab, tmp_path, monkeypatch):
     """A method for every footprint source, as YAML; the trained rungs are random stand-ins."""
-    stand_ins, load = (
-        {"linear": LinearStandIn((6, 8, 2)), "draft_mlp": DraftMLPStandIn((6, 8, 2))},
-        assemble.load_trained,
-    )
-    monkeypatch.setattr(assemble, "load_trained", lambda source, folder: stand_ins.get(source) or load(source, folder))
+    stand_ins = {"linear": LinearStandIn((6, 8, 2)), "draft_mlp": DraftMLPStandIn((6, 8, 2))}
+    load, kind_of = loading.load_predictor, loading.kind_of
+    monkeypatch.setattr(loading, "load_predictor", lambda path: stand_ins.get(kind_of(path).name) or load(path))
     folders = {
         "predictor": lab.root / "predictor",
         "linear": save_rung(tmp_path / "probe", lab, "ecospec_linear_predictor"),

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ecospec.configs import cli
-from ecospec.inference.config import DecodeConfig
-from ecospec.predictor.config import TrainConfig
+from ecospec.inference.config import EvalConfig, RecordConfig
+from ecospec.predictor.config import TrainDrafterConfig, TrainPredictorConfig
 from ecospec.tracing.config import TraceConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,11 +18,11 @@ SOURCES = sorted(path for folder in (*FOLDERS, "tests") for path in (ROOT / fold
 CONFIGS = sorted((ROOT / "configs").glob("*/*.yaml"))
 SCHEMAS = {
     "trace": TraceConfig,
-    "predictor": TrainConfig,
-    "drafter": TrainConfig,
-    "demo": DecodeConfig,
-    "decode": DecodeConfig,
-    "ladder": DecodeConfig,
+    "predictor": TrainPredictorConfig,
+    "drafter": TrainDrafterConfig,
+    "demo": EvalConfig,
+    "decode": EvalConfig,
+    "ladder": RecordConfig,
 }
 
 
