@@ -106,9 +106,13 @@ def parse(
         raise InputError(reworded(error)) from None
     config = schema(**{field.name: values[field.name] for field in dataclasses.fields(schema)})
     if hasattr(config, "given_on_command_line"):
-        words = {option[2:].partition("=")[0] for option in options if option.startswith("--")}
-        config.given_on_command_line(frozenset(words & leaf_keys(schema).keys()))
+        config.given_on_command_line(_given(options) & leaf_keys(schema).keys())
     return config, values["dir"] if folders else None
+
+
+def _given(options: Sequence[str]) -> frozenset[str]:
+    """The names of options written in full."""
+    return frozenset(word[2:].partition("=")[0].removesuffix("+") for word in options if word.startswith("--"))
 
 
 def expand_options(prog: str, schema: type, argv: Sequence[str], siblings: Sequence[Subcommand] = ()) -> list[str]:
