@@ -116,6 +116,9 @@ def override(base: object, changes: dict, where: str) -> object:
     try:
         values = parser.instantiate(parser.parse_object(dataclasses.asdict(base) | changes))
         return type(base)(**values.as_dict())
+    except InputError as error:  # from a check in the group itself
+        name = where if error.key is None else f"{where}.{error.key.rpartition('.')[2]} {error.value}"
+        raise InputError(f"{name}: {error.rule}") from None
     except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
         raise InputError(f"{where}: {reworded(error)}") from None
 

@@ -64,20 +64,22 @@ def require_new_folder(folder: Path, overwrite: bool, artifact: str) -> None:
     not write, or when it cannot be made.
     """
     if folder.exists() and not folder.is_dir():
-        raise InputError(f"--output {folder}: is a file, not a folder")
+        raise _refused(folder, "is a file, not a folder")
     if folder.is_dir() and any(folder.iterdir()):
         if not (folder / artifact).exists():
-            raise InputError(
-                f"--output {folder}: holds files that are not ours to replace (no {artifact}); choose another folder"
-            )
+            raise _refused(folder, f"holds files that are not ours to replace (no {artifact}); choose another folder")
         if not overwrite:
-            raise InputError(f"--output {folder}: the folder is not empty; choose another or add --overwrite")
+            raise _refused(folder, "the folder is not empty; choose another or add --overwrite")
     try:
         folder.absolute().parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"--output {folder}: cannot be made ({error.strerror})") from None
+        raise _refused(folder, f"cannot be made ({error.strerror})") from None
     if not os.access(folder.absolute().parent, os.W_OK):
-        raise InputError(f"--output {folder}: its parent folder is not writable")
+        raise _refused(folder, "its parent folder is not writable")
+
+
+def _refused(output: Path, why: str) -> InputError:
+    return InputError(why, key="output", value=str(output))
 
 
 def replace_folder(folder: Path, write: Callable[[Path], object]) -> None:
