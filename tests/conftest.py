@@ -1,7 +1,11 @@
 """For every test: one thread, no network, and this checkout imported, also by the commands that a test starts."""
 
+import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -9,11 +13,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-
-import fcntl
-from collections.abc import Iterator
-
-import pytest
 
 
 @pytest.fixture(scope="session")

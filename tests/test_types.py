@@ -29,7 +29,9 @@ def test_a_user_script_outside_the_repository_knows_the_types_of_what_it_imports
     assert [line for line, _ in revealed] == ["2", "3", "4"], found
     decoder, generate, select = (kind for _, kind in revealed)
     assert decoder == "ecospec.inference.api.EcoSpecDecoder"
-    assert generate.startswith("def (model: torch.nn.modules.module.Module, input_ids: torch._tensor.Tensor, *, drafter")
+    assert generate.startswith(
+        "def (model: torch.nn.modules.module.Module, input_ids: torch._tensor.Tensor, *, drafter"
+    )
     assert re.match(r"def \(tree: .*, footprints: .*, policy: str, gamma: int, .*\) -> ", select)
     (error,) = re.findall(r"^user\.py:\d+: error: (.*)$", found, re.MULTILINE)
     assert 'Module "ecospec.inference" has no attribute "absent"' in error
