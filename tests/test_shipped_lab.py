@@ -81,8 +81,7 @@ def test_forty_prompts_decode_to_the_ids_of_generate(target, prompts, stock, pol
     method = Workshop(target).method(plan)
     assert len(prompts) == 40
     for prompt in prompts:
-        found = decode_ours(target, method, prompt, temperature)
-        assert found == written[prompt.sample_id], prompt.sample_id
+        assert decode_ours(target, method, prompt, temperature) == written[prompt.sample_id], prompt.sample_id
 
 
 @pytest.mark.slow
