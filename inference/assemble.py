@@ -12,9 +12,8 @@ from ecospec.inference.config import (
     DecodeConfig,
     DrafterConfig,
     MethodConfig,
-    SelectionConfig,
 )
-from ecospec.inference.decoding.loop import Method
+from ecospec.inference.decoding.method import Method
 from ecospec.inference.drafters.base import BatchDrafter, DraftHead, EachRow
 from ecospec.inference.drafters.draft_lm.head import load_language_model_head
 from ecospec.inference.drafters.eagle3.checkpoint import load_head
@@ -22,7 +21,7 @@ from ecospec.inference.drafters.growth import TreeDrafter
 from ecospec.inference.drafters.mtp.head import load_mtp_head
 from ecospec.inference.drafters.prompt_lookup.lookup import PromptLookupDrafter
 from ecospec.inference.footprints import FootprintSource
-from ecospec.inference.selection.greedy import NEEDS_FOOTPRINTS
+from ecospec.inference.selection.config import SelectionConfig
 from ecospec.predictor.kinds import kind_named
 from ecospec.predictor.kinds.base import FootprintOptions, Kind
 from ecospec.tracing.target.loading import Target, part_folder, resolve_target
@@ -40,7 +39,7 @@ class MethodPlan:
 
     @property
     def needs_footprints(self) -> bool:
-        return self.baseline is None and self.selection.policy in NEEDS_FOOTPRINTS
+        return self.baseline is None and self.selection.build().needs_footprints
 
     @property
     def footprints(self) -> str | None:
@@ -99,14 +98,10 @@ class Workshop:
 
     def method(self, plan: MethodPlan) -> Method:
         """A working method. Raises InputError when head, predictor or traces do not fit the target."""
-        selection = plan.selection
         return Method(
             drafter=None if plan.baseline else self.drafter(plan.drafter),
-            policy=selection.policy,
-            gamma=selection.gamma,
-            epsilon=selection.epsilon,
+            selector=plan.selection.build(),
             footprints=self.footprints(plan) if plan.needs_footprints else None,
-            joint=selection.joint,
         )
 
     def drafter(self, config: DrafterConfig) -> BatchDrafter:

@@ -1,10 +1,10 @@
 """Keys of `ecospec-trace`. Imports nothing heavy: `--help` must answer within a second."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
-from ecospec.configs.schema import PromptConfig, TargetConfig
+from ecospec.configs.schema import OutputConfig, PromptConfig, TargetConfig
 from ecospec.errors import InputError
 
 LOADING = ("expert_mib", "device_map", "tp_size", "ep_size", "dequantize")  # keys of `target` for Transformers alone
@@ -47,17 +47,17 @@ class EngineConfig:
 
 
 @dataclass
-class TraceConfig(PromptConfig):
+class RunConfig(PromptConfig):
     """Record which experts a MoE target uses for each token of its prompts and answers."""
+
+    INSTEAD: ClassVar = {"overwrite": "run goes on with what is there; to trace anew give another --output"}
 
     target: TargetConfig = field(default_factory=TargetConfig)
     """The model to trace."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     """What runs it."""
     output: str | None = None
-    """Folder to write to: the trace folder of `run` (which resumes what it finds there), the results of the others."""
-    compare: str | None = None
-    """Second trace folder of the same text (other engine or type): `stats` says how far the two agree."""
+    """The trace folder to write; what an earlier run of the same job left there is kept and completed."""
     max_new_tokens: int = 128
     """Tokens generated per prompt at most."""
     temperature: float = 0.0
@@ -76,10 +76,6 @@ class TraceConfig(PromptConfig):
     """Seed of the sampling; a batch's draws depend on it and on the batch's samples alone."""
     threads: int | None = None
     """CPU threads; all cores by default."""
-    layout: Literal["tokens"] = "tokens"
-    """Form of `export`: `tokens` gives a row a token with a list column per MoE layer."""
-    overwrite: bool = False
-    """Let `export` and `stats` replace the files of a folder that is not empty."""
 
     def __post_init__(self) -> None:
         """Raises InputError for a value out of range."""
@@ -97,6 +93,27 @@ class TraceConfig(PromptConfig):
         require("", self, rules)
         if self.engine.kind == "vllm":
             require("target.", self.target, {name: _unset(self.target, name) for name in LOADING})
+
+
+@dataclass
+class CheckConfig:
+    """Verify a trace folder: columns, checksums, row counts, ids in range, no sample missing or twice."""
+
+
+@dataclass
+class StatsConfig(OutputConfig):
+    """Expert load, unions of consecutive tokens, and reuse, as JSON and HTML."""
+
+    compare: str | None = None
+    """Second trace folder of the same text (other engine or type): how far do the two agree?"""
+
+
+@dataclass
+class ExportConfig(OutputConfig):
+    """Rewrite a trace folder for people with SQL."""
+
+    layout: Literal["tokens"] = "tokens"
+    """`tokens` gives a row a token with a list column per MoE layer."""
 
 
 def _unset(target: TargetConfig, name: str) -> tuple[bool, str]:

@@ -24,7 +24,6 @@ from ecospec.predictor.kinds.counting import open_traces
 from ecospec.progress import progress
 from ecospec.provenance import Provenance
 from ecospec.tracing.target.loading import Target, lab_folder, load_target
-from ecospec.tracing.target.recorder import RoutingRecorder
 from ecospec.tracing.target.requests import prompt_ids
 
 TREES, REPLAY = "trees.parquet", "replay.json"
@@ -50,10 +49,8 @@ def run_record(config: DecodeConfig, output: Path) -> str:
 
     def write(folder: Path) -> None:
         nonlocal written
-        with RoutingRecorder(target.model) as recorder:
-            trees = TreeRecorder(target.model, recorder, workshop.drafter(drafter), drafter.steps, sources)
-            positions = _positions(config, target, trees, prompts)
-            written = write_trees(folder / TREES, identity, positions, trees.seconds)
+        trees = TreeRecorder(target.model, workshop.drafter(drafter), drafter.steps, sources)
+        written = write_trees(folder / TREES, identity, _positions(config, target, trees, prompts), trees.seconds)
         Provenance.of(config).write(folder)
 
     replace_folder(output, write)
