@@ -3,22 +3,17 @@
 Loads no torch. Knows nothing of training loops and of the decoding loop.
 """
 
-import functools
-import importlib
-import pkgutil
 from typing import TYPE_CHECKING, Literal
 
+from ecospec.discovery import kinds_in
 from ecospec.errors import InputError
 from ecospec.predictor.kinds.base import Kind
 from ecospec.predictor.kinds.trained import TrainedKind
 
 
-@functools.cache
 def all_kinds() -> tuple[Kind, ...]:
     """Every kind, in the order of lists and files."""
-    folders = [found.name for found in pkgutil.iter_modules(__path__) if found.ispkg]
-    kinds = [importlib.import_module(f"{__name__}.{folder}.kind").KIND for folder in folders]
-    return tuple(sorted(kinds, key=lambda kind: (kind.order, kind.name)))
+    return kinds_in(__name__)
 
 
 def trained_kinds() -> tuple[TrainedKind, ...]:
