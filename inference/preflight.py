@@ -1,5 +1,6 @@
 """`ecospec-decode check`: does everything fit together? Reads configurations and headers, no target weights."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,10 +20,10 @@ from ecospec.inference.config import DecodeConfig, DrafterConfig
 from ecospec.inference.drafters.base import NO_HIDDEN
 from ecospec.inference.drafters.draft_lm.head import inspect_language_model
 from ecospec.inference.drafters.eagle3.checkpoint import inspect_head
-from ecospec.inference.drafters.headers import safetensors_shapes
 from ecospec.inference.drafters.mtp.head import inspect_mtp
 from ecospec.inference.target.verification import check_batch, check_tree_support
 from ecospec.predictor.kinds.loading import predictor_values, require_target
+from ecospec.tracing.target.checkpoint import Checkpoint
 from ecospec.tracing.target.loading import (
     MoeShape,
     config_hash,
@@ -125,7 +126,9 @@ def _inspect_eagle3(_config: DecodeConfig, drafter: DrafterConfig, target: PreTr
 def _inspect_mtp(config: DecodeConfig, drafter: DrafterConfig, target: PreTrainedConfig) -> Drafter:
     source = mtp_source(drafter, resolve_target(config.target.name))
     summary = inspect_mtp(source, target, config.target.revision)
-    value = f"MTP layer {summary.number} of {source}, {summary.weights / 1e6:.1f} M weights"
+    first, *others = summary.numbers
+    layers = f"layers {first} to {others[-1]}" if others else f"layer {first}"
+    value = f"MTP {layers} of {source}, {summary.weights / 1e6:.1f} M weights"
     return Drafter(value, target.vocab_size, target.hidden_size)
 
 
@@ -160,8 +163,8 @@ def _check_footprints(
     values = predictor_values(plan.trained_folder, plan.footprints)
     require_target(plan.predictor.path, values, shape, config_hash(model_config))
     fed = f", fed the drafter's hidden {_hidden(plan, values, drafter)}" if plan.footprints == "draft_mlp" else ""
-    weights = safetensors_shapes(plan.trained_folder / "model.safetensors").values()
-    count = sum(torch.Size(size).numel() for size in weights) / 1e6
+    shapes = Checkpoint(plan.trained_folder).shapes().values()
+    count = sum(math.prod(shape) for shape in shapes) / 1e6
     return f"{plan.trained_folder}, {count:.2f} M weights, trained for {values.get('target')}{fed}"
 
 

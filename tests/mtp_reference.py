@@ -51,7 +51,7 @@ def random_layer(seed: int = 0) -> dict[str, Tensor]:
     return {key: norms[key] + 0.3 * torch.randn(shape, generator=generator) for key, shape in SHAPES.items()}
 
 
-def quantised(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def quantized(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Attention projections and experts in FP8 with a random scale per block, the rest as it is."""
     generator = torch.Generator().manual_seed(0)
     stored = dict(weights)

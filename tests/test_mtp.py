@@ -12,15 +12,15 @@ from transformers.modeling_layers import MtpModel
 
 from ecospec.errors import InputError
 from ecospec.inference.drafters.base import FINAL
-from ecospec.inference.drafters.mtp.checkpoint import dequantise
 from ecospec.inference.drafters.mtp.head import inspect_mtp, load_mtp_head
+from ecospec.tracing.target.fp8 import dequantize_blocks
 from tests.mtp_reference import (
     BLOCK,
     LAYER,
     SHAPES,
     YARN,
     add_layer_of,
-    quantised,
+    quantized,
     random_layer,
     reference,
     write_checkpoint,
@@ -128,22 +128,22 @@ def grow_and_compare(head, weights, model, cache, ids, hidden, last_H):
 
 
 @pytest.mark.parametrize(("shape", "block"), [((300, 200), (128, 128)), ((24, 32), BLOCK), ((5, 3), (128, 128))])
-def test_a_dequantised_weight_is_its_value_times_its_blocks_scale(shape, block):
+def test_a_dequantized_weight_is_its_value_times_its_blocks_scale(shape, block):
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
     scale = torch.rand([math.ceil(size / step) for size, step in zip(shape, block, strict=True)])
-    got = dequantise(weight, scale, block)
+    got = dequantize_blocks(weight, scale, block)
     values = weight.float()
     for row in range(shape[0]):
         for column in range(shape[1]):
             assert got[row, column] == values[row, column] * scale[row // block[0], column // block[1]]
 
 
-def test_an_fp8_checkpoint_is_the_head_of_its_dequantised_weights(tmp_path, deepseek):
-    stored = quantised(random_layer())
+def test_an_fp8_checkpoint_is_the_head_of_its_dequantized_weights(tmp_path, deepseek):
+    stored = quantized(random_layer())
     deepseek.config.quantization_config = FP8_CONFIG
     head = load_mtp_head(write_checkpoint(tmp_path, deepseek, stored), deepseek)
     plain = {
-        key: dequantise(tensor, stored[f"{key}_scale_inv"], BLOCK) if f"{key}_scale_inv" in stored else tensor
+        key: dequantize_blocks(tensor, stored[f"{key}_scale_inv"], BLOCK) if f"{key}_scale_inv" in stored else tensor
         for key, tensor in stored.items()
         if not key.endswith("_scale_inv")
     }
@@ -159,7 +159,7 @@ def test_only_the_shards_that_hold_the_layer_are_opened(tmp_path, deepseek):
     (folder / "model-00001-of-00003.safetensors").unlink()
     head = load_mtp_head(folder, deepseek)
     summary = inspect_mtp(folder, deepseek.config)
-    assert summary.number == LAYER
+    assert summary.numbers == (LAYER,)
     assert summary.weights == sum(math.prod(shape) for shape in SHAPES.values())
     assert summary.weights == sum(tensor.numel() for tensor in head.state_dict().values())
     (folder / "model-00003-of-00003.safetensors").unlink()
@@ -168,7 +168,7 @@ def test_only_the_shards_that_hold_the_layer_are_opened(tmp_path, deepseek):
 
 
 def test_every_missing_unused_and_misshapen_key_is_named_at_once(tmp_path, deepseek):
-    weights = quantised(random_layer())
+    weights = quantized(random_layer())
     gone = ["mlp.experts.5.up_proj.weight", "hnorm.weight", "self_attn.o_proj.weight_scale_inv"]
     extra = {"mlp.experts.8.up_proj.weight": torch.ones(2), "rotary.inv_freq": torch.ones(2)}
     stored = {key: tensor for key, tensor in weights.items() if key not in gone} | extra
@@ -213,7 +213,7 @@ def test_an_own_embedding_and_output_count_and_copies_are_shared(tmp_path, deeps
     )
     out = {head: run(head, ids[1:], hidden[:-1], head.new_cache()) for head in (plain, copied, other)}
     assert torch.equal(out[plain], out[copied])
-    assert copied._attached[1].data_ptr() == deepseek.lm_head.weight.data_ptr()
+    assert copied.layers[0]._attached[1].data_ptr() == deepseek.lm_head.weight.data_ptr()
     torch.testing.assert_close(other.logits(out[other]), out[other] @ own["shared_head.head.weight"].T)
     deepseek.get_input_embeddings().weight.data.copy_(own["embed_tokens.weight"])
     torch.testing.assert_close(out[other], run(plain, ids[1:], hidden[:-1], plain.new_cache()))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DummyLayer, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
-from ecospec.errors import InputError
+from ecospec.errors import InputError, first_few
 from ecospec.inference.target.cache import RowCache, additive, seen_past
 from ecospec.inference.tree import DraftTrees, ancestors_of
 
@@ -28,7 +28,7 @@ def check_tree_support(model: nn.Module) -> None:
         raise InputError(f"target family {family}: its recurrent or compressed state cannot forget rejected drafts")
     unknown = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
     if unknown:
-        raise InputError(f"target family {family}: cannot verify a tree in layers of type {', '.join(sorted(unknown))}")
+        raise InputError(f"target family {family}: cannot verify a tree in layers of type {first_few(sorted(unknown))}")
     check_cache(DynamicCache(config=config), family)
     attention = model.config._attn_implementation
     if attention not in ("eager", "sdpa"):

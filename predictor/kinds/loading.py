@@ -6,7 +6,7 @@ import torch
 from safetensors import SafetensorError
 from transformers.utils import logging
 
-from ecospec.errors import InputError, brief
+from ecospec.errors import InputError, brief, first_few
 from ecospec.files import read_json
 from ecospec.predictor.kinds.base import RoutingModel
 from ecospec.predictor.kinds.predictor.model import ExpertPredictor
@@ -84,11 +84,11 @@ def require_target(path: str | None, values: dict, shape: MoeShape, config_sha25
     }
     different = [key for key, value in identity.items() if values.get(key) != value]
     if different:
-        raise InputError(f"--predictor.path {path}: trained for another target ({', '.join(different)} differ)")
+        raise InputError(f"--predictor.path {path}: trained for another target ({first_few(different)} differ)")
 
 
 def _require_all_keys(folder: Path, info: dict) -> None:
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[kind]:
-            names = ", ".join(map(str, sorted(info[kind])[:3]))
+            names = first_few(sorted(map(str, info[kind])))
             raise InputError(f"{folder / 'model.safetensors'}: {kind.replace('_', ' ')} {names}; export it again")

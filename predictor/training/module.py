@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ecospec.data.module import Batch, TrainBatches
-from ecospec.errors import DamageError, InputError
+from ecospec.errors import DamageError, InputError, first_few
 from ecospec.predictor.config import TrainConfig
 from ecospec.predictor.kinds.base import RoutingModel
 from ecospec.predictor.objective.loss import batch_loss, excess_loss
@@ -182,7 +182,7 @@ class PredictorModule(lightning.LightningModule):
         """
         if torch.stack([weight.isfinite().all() for weight in self.predictor.parameters()]).all():
             return
-        samples = ", ".join(name for names in self.step_samples for name in names)
+        samples = first_few(name for names in self.step_samples for name in names)
         raise DamageError(f"step {self.global_step}: weights are not finite after samples {samples}; {REMEDY}")
 
     def write_row(self, numbers: dict[str, float]) -> None:
@@ -219,7 +219,7 @@ class PredictorModule(lightning.LightningModule):
     def _diagnosis(self, loss: float, batch: Batch) -> str:
         if math.isfinite(loss):
             return f"step {self.global_step}: the loss of another process is not finite"
-        samples = ", ".join(batch.sample_ids)
+        samples = first_few(batch.sample_ids)
         return f"step {self.global_step}: the loss is {loss} on samples {samples}; {REMEDY}"
 
     def _how_it_goes(self) -> str:
