@@ -46,6 +46,7 @@ class Checkpoint:
         self._revision = revision
         self._block = block
         self._shards: dict[str, _Shard] = {}
+        self._refusal = ""  # what the hub said last
 
     def files(self) -> list[Path]:
         """The files of the weights: one, or the shards that an index names. None is opened."""
@@ -113,7 +114,8 @@ class Checkpoint:
             path = self._find(name)
             if path is not None:
                 return path
-        raise InputError(f"{self.name}: holds no weights ({' or '.join(WEIGHTS)}, or shards and their index)")
+        why = "" if Path(self.source).is_dir() else f"; {self._refusal}"
+        raise InputError(f"{self.name}: holds no weights ({' or '.join(WEIGHTS)}, or shards and their index{why})")
 
     @property
     def _is_sharded(self) -> bool:
@@ -171,7 +173,8 @@ class Checkpoint:
     def _find(self, name: str) -> Path | None:
         try:
             path = cached_file(str(self.source), name, revision=self._revision)
-        except OSError:  # what it raises for an unknown hub id and for one without this file
+        except OSError as error:  # what it raises for an unknown hub id and for one without this file
+            self._refusal = brief(error)
             return None
         return Path(path) if path else None
 
