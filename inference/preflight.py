@@ -21,7 +21,7 @@ from ecospec.inference.drafters.base import NO_HIDDEN
 from ecospec.inference.drafters.draft_lm.head import inspect_language_model
 from ecospec.inference.drafters.eagle3.checkpoint import inspect_head
 from ecospec.inference.drafters.mtp.head import inspect_mtp
-from ecospec.inference.target.verification import check_batch, check_tree_support
+from ecospec.inference.target.support import check_batch, check_tree_support
 from ecospec.predictor.kinds.loading import predictor_values, require_target
 from ecospec.tracing.target.checkpoint import Checkpoint
 from ecospec.tracing.target.loading import (
@@ -126,9 +126,7 @@ def _inspect_eagle3(_config: DecodeConfig, drafter: DrafterConfig, target: PreTr
 def _inspect_mtp(config: DecodeConfig, drafter: DrafterConfig, target: PreTrainedConfig) -> Drafter:
     source = mtp_source(drafter, resolve_target(config.target.name))
     summary = inspect_mtp(source, target, config.target.revision)
-    first, *others = summary.numbers
-    layers = f"layers {first} to {others[-1]}" if others else f"layer {first}"
-    value = f"MTP {layers} of {source}, {summary.weights / 1e6:.1f} M weights"
+    value = f"MTP {summary.layers} of {source}, {summary.weights / 1e6:.1f} M weights"
     return Drafter(value, target.vocab_size, target.hidden_size)
 
 

@@ -11,9 +11,9 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from ecospec.errors import InputError
-from ecospec.inference.drafters.base import FINAL
 from ecospec.inference.drafters.growth import TreeDrafter
 from ecospec.inference.drafters.mtp.head import inspect_mtp, load_mtp_head
+from ecospec.inference.target.features import FINAL
 from ecospec.tracing.target.fp8 import dequantize_blocks
 from tests.fp8_folders import dequantized_by_hand, quantized
 from tests.mtp_reference import (
@@ -122,6 +122,7 @@ def test_each_layer_of_several_draws_its_own_level_and_the_last_all_further_ones
     own = [{} if shared else {"shared_head.head.weight": torch.randn(VOCABULARY, 32)} for _ in layers]
     stored = [weights | extra for weights, extra in zip(layers, own, strict=True)]
     head = load_mtp_head(write_checkpoint(tmp_path, model, *stored), model)
+    assert inspect_mtp(tmp_path, model.config).layers == f"layers {LAYER} to {LAYER + count - 1}"
     drafter = TreeDrafter(head, steps=count + 2, topk=2)
     drafter.reset(2)
     texts = [target_text(model, length, seed) for seed, length in enumerate((13, 9))]
@@ -229,7 +230,7 @@ def test_only_the_shards_that_hold_the_layer_are_opened(tmp_path, deepseek):
     (folder / "model-00001-of-00003.safetensors").unlink()
     head = load_mtp_head(folder, deepseek)
     summary = inspect_mtp(folder, deepseek.config)
-    assert summary.numbers == (LAYER,)
+    assert (summary.numbers, summary.layers) == ((LAYER,), f"layer {LAYER}")
     assert summary.weights == sum(math.prod(shape) for shape in SHAPES.values())
     assert summary.weights == sum(tensor.numel() for tensor in head.state_dict().values())
     (folder / "model-00003-of-00003.safetensors").unlink()

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from transformers import AutoModel, Cache, DynamicCache, PreTrainedConfig
 
 from ecospec.errors import InputError
-from ecospec.inference.drafters.base import FINAL
 from ecospec.inference.drafters.mtp.checkpoint import MtpTensors
 from ecospec.inference.drafters.mtp.layers import Entries, MtpLayer
+from ecospec.inference.target.features import FINAL
 from ecospec.tracing.target.checkpoint import Checkpoint
 from ecospec.tracing.target.fp8 import block_of, quantization_of
 
@@ -113,6 +113,12 @@ class MtpSummary:
     numbers: tuple[int, ...]
     weights: int
     dtypes: tuple[str, ...]
+
+    @property
+    def layers(self) -> str:
+        """`layer 61`, or `layers 61 to 63`."""
+        first, *others = self.numbers
+        return f"layers {first} to {others[-1]}" if others else f"layer {first}"
 
 
 def inspect_mtp(source: str | Path, config: PreTrainedConfig, revision: str | None = None) -> MtpSummary:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig
 
-from ecospec.inference.target.cache import additive
+from ecospec.inference.target.masks import additive
 
 
 class MtpLayer(nn.Module):
