@@ -1,14 +1,10 @@
 """Atomic writes and hashes: the only place that puts results on disk."""
 
 import hashlib
-import importlib.metadata
 import json
 import os
-import platform
 import shutil
 import stat
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -82,20 +78,22 @@ def require_new_folder(folder: Path, overwrite: bool, artifact: str) -> None:
     not write, or when it cannot be made.
     """
     if folder.exists() and not folder.is_dir():
-        raise InputError(f"--output {folder}: is a file, not a folder")
+        raise _refused(folder, "is a file, not a folder")
     if folder.is_dir() and any(folder.iterdir()):
         if not (folder / artifact).exists():
-            raise InputError(
-                f"--output {folder}: holds files that are not ours to replace (no {artifact}); choose another folder"
-            )
+            raise _refused(folder, f"holds files that are not ours to replace (no {artifact}); choose another folder")
         if not overwrite:
-            raise InputError(f"--output {folder}: the folder is not empty; choose another or add --overwrite")
+            raise _refused(folder, "the folder is not empty; choose another or add --overwrite")
     try:
         folder.absolute().parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"--output {folder}: cannot be made ({error.strerror})") from None
+        raise _refused(folder, f"cannot be made ({error.strerror})") from None
     if not os.access(folder.absolute().parent, os.W_OK):
-        raise InputError(f"--output {folder}: its parent folder is not writable")
+        raise _refused(folder, "its parent folder is not writable")
+
+
+def _refused(output: Path, why: str) -> InputError:
+    return InputError(why, key="output", value=str(output))
 
 
 def replace_folder(folder: Path, write: Callable[[Path], object]) -> None:
@@ -129,36 +127,3 @@ def _follow_umask(folder: Path) -> None:
     for path in folder.rglob("*"):
         if not path.is_symlink():
             _set_mode(path, folder_mode if path.is_dir() else file_mode)
-
-
-def package_versions() -> dict[str, str]:
-    """Of the packages that are installed: decoding needs no Lightning."""
-    names = ("ecospec", "torch", "transformers", "lightning", "pyarrow", "tokenizers", "numpy")
-    installed = {found.name.lower() for found in importlib.metadata.distributions()}
-    return {name: importlib.metadata.version(name) for name in names if name in installed}
-
-
-def provenance() -> dict:
-    """Command line, source revision, package versions and machine, as written beside every artifact."""
-    return {
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "git_revision": _git_revision(),
-        "packages": package_versions(),
-        "python": platform.python_version(),
-        "machine": {"processor": _processor(), "cores": os.cpu_count(), "system": platform.system()},
-    }
-
-
-def _git_revision() -> str | None:
-    here = Path(__file__).resolve().parent
-    result = subprocess.run(["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return result.stdout.strip() if result.returncode == 0 else None
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor()

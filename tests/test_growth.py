@@ -11,9 +11,9 @@ from ecospec.inference.drafters.base import EachRow
 from ecospec.inference.drafters.draft_lm.head import LanguageModelHead
 from ecospec.inference.drafters.growth import TreeDrafter
 from ecospec.inference.drafters.mtp.head import load_mtp_head
-from ecospec.inference.footprints.sources import PredictorFootprints
 from ecospec.inference.selection.greedy import EPSILON, SCORES, forest_of, greedy
 from ecospec.inference.tree import stack, tree_from_levels
+from ecospec.predictor.kinds.predictor.source import PredictorFootprints
 from tests import eagle3_heads as heads
 from tests.eagle3_reference import loaded
 from tests.growth_by_hand import hidden_by_hand, tree_by_hand

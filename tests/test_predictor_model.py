@@ -15,9 +15,9 @@ from transformers import AutoConfig, DynamicCache
 from ecospec.configs.schema import TargetConfig
 from ecospec.errors import InputError
 from ecospec.predictor.embedding import load_embedding
-from ecospec.predictor.kinds.base import embedding_hash
 from ecospec.predictor.kinds.loading import load_predictor
 from ecospec.predictor.kinds.predictor.model import SMALLEST_BACKBONE, ExpertPredictor, ExpertPredictorConfig
+from ecospec.predictor.kinds.routing import embedding_hash
 from tests.tiny import tiny_model, tiny_target_folder
 
 L, E, K, V, D = 3, 8, 2, 40, 12

@@ -32,7 +32,6 @@ from tests.recording import (
 )
 from tests.tiny import brute_force_experts
 
-PREDICTIONS = ("experts_pred_NLK", "experts_linear_NLK", "experts_draft_mlp_NLK")
 OPTIONS = pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 
 
@@ -127,7 +126,7 @@ def test_the_tree_file_round_trips(tmp_path, drafter):
 
 def test_trees_without_a_predictor_replay_all_but_its_footprints(tmp_path):
     trees = recorded(False, False)
-    bare = [replace(position, **dict.fromkeys(PREDICTIONS)) for position in trees.positions]
+    bare = [replace(position, predicted={}) for position in trees.positions]
     write_trees(tmp_path / "trees.parquet", replace(trees.identity, predictor=None), bare)
     engine = Replay(read_trees(tmp_path / "trees.parquet"))
     assert engine.steps(Combination("marginal", 3, "oracle"))

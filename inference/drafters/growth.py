@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ecospec.errors import InputError
-from ecospec.inference.drafters.base import NO_HIDDEN, BatchDrafter, DraftHead
+from ecospec.inference.drafters.base import BatchDrafter, DraftHead
+from ecospec.inference.drafters.kind import no_hidden
 from ecospec.inference.target.cache import RowCache
 from ecospec.inference.target.masks import seen_past
 from ecospec.inference.tree import DraftTrees, trees_from_levels
@@ -43,7 +43,7 @@ class TreeDrafter(BatchDrafter):
     def give_hidden(self) -> None:
         """See `BatchDrafter`."""
         if not self.feature_layers:
-            raise InputError(NO_HIDDEN)
+            raise no_hidden()
         self._gives_hidden = True
 
     @torch.inference_mode()

@@ -21,7 +21,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ecospec.errors import DamageError, InputError, first_few
-from ecospec.files import provenance, replace_file, sha256_file, sha256_json, write_json
+from ecospec.files import replace_file, sha256_file, sha256_json, write_json
+from ecospec.provenance import Provenance
 from ecospec.tracing.store.layout import (
     COLUMNS,
     HEADER_KEY,
@@ -160,7 +161,7 @@ class TraceFolder:
         parts, rejected = (self._listed(pattern) for pattern in (PARTS, REJECTED))
         written, refused = (sum(part["rows"] for part in group) for group in (parts, rejected))
         samples = {"samples": {"written": written, "rejected": refused}}
-        listed = {"parts": parts, "rejected_parts": rejected, "provenance": provenance()}
+        listed = {"parts": parts, "rejected_parts": rejected, "provenance": Provenance.of().to_json()}
         write_json(self.folder / MANIFEST, self.header | samples | listed)
         _flush_folder(self.folder)
         (self.folder / LOCK).unlink(missing_ok=True)  # nothing is left that another worker could write

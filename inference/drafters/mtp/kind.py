@@ -17,6 +17,7 @@ class MtpKind(DrafterKind):
     """Read from the target's own checkpoint, unless `drafter.path` names another."""
 
     reads = frozenset({"path"})
+    has_hidden = True
     order = 1
 
     def inspect(self, config: "DrafterConfig", target: "TargetConfig", model_config: "PreTrainedConfig") -> Facts:
