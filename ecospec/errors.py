@@ -2,6 +2,7 @@
 
 import re
 import textwrap
+from collections.abc import Iterable
 
 NAMED_BY_GROUP = ("name", "path")  # last parts of keys that say little: `target.name` is the argument `target`
 OPTION = re.compile(r"(?<![\w-])--([\w.]*\w)")
@@ -43,6 +44,13 @@ def argument(key: str) -> str:
 def brief(error: Exception) -> str:
     """Another library's message as one line of at most 200 characters, for use within one of ours."""
     return textwrap.shorten(str(error), 200, placeholder=" …")
+
+
+def first_few(names: Iterable[object], shown: int = 3, separator: str = ", ") -> str:
+    """The first `shown` of what a message lists, and how many more there are: `a, b, c and 348 more`."""
+    every = [str(name) for name in names]
+    rest = len(every) - shown
+    return separator.join(every[:shown]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _headed(name: str, value: object) -> str:

@@ -55,7 +55,8 @@ class TreeDrafter(BatchDrafter):
         trees = trees_from_levels(torch.stack([ids_T[-1] for ids_T in texts]), levels)
         if not self._gives_hidden:
             return trees
-        children = torch.cat(fed, dim=1).repeat_interleave(self.topk, dim=1)
+        H = root_B1H.shape[-1]  # what drafts are fed may be wider: of several MTP layers, their own level's is first
+        children = torch.cat([hidden[..., :H] for hidden in fed], dim=1).repeat_interleave(self.topk, dim=1)
         return replace(trees, hidden_BNH=torch.cat([root_B1H, children], dim=1))
 
     def _extend(self, texts: list[Tensor], features: list[Tensor] | None) -> tuple[Tensor | None, Tensor]:

@@ -6,7 +6,7 @@ import torch
 
 from ecospec.data.prompts import Prompt, read_prompts
 from ecospec.data.traces import read_traces
-from ecospec.errors import InputError
+from ecospec.errors import InputError, first_few
 from ecospec.files import read_json, replace_folder, write_json
 from ecospec.inference.assemble import MethodPlan, plan_methods
 from ecospec.inference.config import DecodingConfig, EvalConfig
@@ -58,7 +58,8 @@ class _Shown:
         folders = {plan.trained_folder for plan in trained}
         named = {(plan.footprints, folder_name(plan.predictor.path)): plan.trained_folder for plan in trained}
         if len(named) < len(folders):
-            raise InputError(f"--predictor.path: the folders {sorted(map(str, folders))} need different names")
+            shown = first_few(sorted(map(str, folders)))
+            raise InputError(f"--predictor.path: the folders {shown} need different names")
         self.metrics = {key: read_json(folder / "metrics.json") for key, folder in named.items()}
         heads = [plan.drafter_kind.learnt_from(plan.drafter) for plan in plans if plan.baseline is None]
         folders |= {head for head in heads if head is not None}
