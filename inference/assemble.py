@@ -61,8 +61,10 @@ class MethodPlan:
         return None if self.baseline else self.drafter_kind.shape(self.drafter).described
 
 
-def plan_methods(config: DecodingConfig, methods: Sequence[MethodConfig] = ()) -> list[MethodPlan]:
-    """The methods listed, or the one that the top level of `config` describes.
+def plan_methods(
+    config: DecodingConfig, selection: SelectionConfig, methods: Sequence[MethodConfig] = ()
+) -> list[MethodPlan]:
+    """The methods listed, or the one that the top level of `config` and `selection` describe.
 
     Raises InputError naming the method's key.
     """
@@ -72,12 +74,11 @@ def plan_methods(config: DecodingConfig, methods: Sequence[MethodConfig] = ()) -
         raise InputError(f"methods: the labels {labels} are not distinct")
     if sum(method.drafter == "none" for method in methods) > 1:
         raise InputError("methods: only one can be plain (drafter: none); it is what the others are measured against")
-    return [_plan(config, method, f"methods[{index}]") for index, method in enumerate(methods)]
+    return [_plan(config, selection, method, f"methods[{index}]") for index, method in enumerate(methods)]
 
 
-def _plan(config: DecodingConfig, method: MethodConfig, where: str) -> MethodPlan:
+def _plan(config: DecodingConfig, selection: SelectionConfig, method: MethodConfig, where: str) -> MethodPlan:
     baseline = method.drafter if method.drafter in BASELINES else None
-    selection = SelectionConfig(**vars(config.selection))
     predictor = _changed(config.predictor, method.predictor, "predictor", where)
     if predictor.path is None and config.target.name == "lab":
         predictor = PredictorConfig(path="lab")

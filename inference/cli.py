@@ -22,7 +22,7 @@ def check(config: CheckConfig) -> None:
     from ecospec.inference.evaluation.runfolder import prompts_in_context
     from ecospec.inference.preflight import preflight
 
-    for finding in preflight(config, plan_methods(config, config.methods), config.batch_size):
+    for finding in preflight(config, plan_methods(config, config.selection, config.methods), config.batch_size):
         print(f"{finding.what:<24} {finding.value}")
     if config.prompts or config.datasets:
         print(f"{'prompts':<24} {len(prompts_in_context(config))}, which fit the target's context")
@@ -45,7 +45,7 @@ def generate(config: GenerateConfig) -> None:
     import torch  # isort: skip
 
     temperature = config.only_temperature("generate")
-    prompts, (plan,) = prompts_in_context(config), plan_methods(config)
+    prompts, (plan,) = prompts_in_context(config), plan_methods(config, config.selection)
     preflight(config, [plan])
     _prepare_process(config.threads)
     target = load_target(config.target)

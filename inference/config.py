@@ -188,6 +188,10 @@ class RecordedSelection:
     footprints: KindName = "predictor"
     """Where a draft's experts are learnt."""
 
+    def rule(self) -> SelectionConfig:
+        """As the defaults of methods."""
+        return SelectionConfig(self.policy, footprints=self.footprints)
+
 
 @dataclass
 class RecordConfig(Written, SeveralMethods, Sampled, DecodingConfig):

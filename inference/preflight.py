@@ -88,7 +88,10 @@ def _memory(config: DecodingConfig, model_config: PreTrainedConfig) -> str:
     dtype = model_config.dtype if config.target.dtype == "auto" else getattr(torch, config.target.dtype)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            model_config, dtype=dtype, trust_remote_code=config.target.trust_remote_code
+            model_config,
+            dtype=dtype,
+            experts_implementation=config.target.experts_implementation,
+            trust_remote_code=config.target.trust_remote_code,
         )
         check_tree_support(model)
         if config.target.expert_mib is not None:
@@ -102,5 +105,5 @@ def _check_drafter(plan: MethodPlan, facts: Facts) -> list[Finding]:
     """What the drafter is, and what to know about it. Raises InputError when it cannot grow such trees."""
     if facts.vocabulary is not None and plan.drafter.topk > facts.vocabulary:
         raise InputError(f"--drafter.topk {plan.drafter.topk}: the head has only {facts.vocabulary} tokens")
-    what = f"{plan.label}: drafter"
-    return [Finding(what, facts.value), *(Finding(what, note) for note in facts.notes)]
+    what, shape = f"{plan.label}: drafter", ", ".join(f"{name} {value}" for name, value in plan.tree.items())
+    return [Finding(what, f"{facts.value}; trees of {shape}"), *(Finding(what, note) for note in facts.notes)]

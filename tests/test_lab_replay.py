@@ -50,7 +50,7 @@ def test_twenty_prompts_replay_as_they_decode(temperature, tmp_path):
     replayed = Replay(read_trees(tmp_path / "trees" / TREES))
     target, prompts = load_target(config.target), read_prompts(PromptConfig(**PROMPTS))
     assert len(prompts) == 20
-    outcomes, differences = evaluate(config, target, plan_methods(config, config.methods), prompts)
+    outcomes, differences = evaluate(config, target, plan_methods(config, config.selection, config.methods), prompts)
     assert not differences
     for one in COMBINATIONS:
         steps = replayed.steps(one)

@@ -92,7 +92,11 @@ def test_in_bf16_every_first_difference_is_within_rounding_and_gone_in_fp32(targ
         config,
         methods=[MethodConfig("plain", drafter="none"), MethodConfig("EAGLE-3", selection="confidence")],
     )
-    half, plans, prompts = load_target(config.target), plan_methods(config, config.methods), read_prompts(config)
+    half, plans, prompts = (
+        load_target(config.target),
+        plan_methods(config, config.selection, config.methods),
+        read_prompts(config),
+    )
     outcomes, differences = evaluate(config, half, plans, prompts)
     plain = {o.prompts[0].sample_id: o.new_ids[0] for o in outcomes if o.plan.baseline == "none"}
     found = [difference for group in differences.values() for difference in group]

@@ -25,7 +25,7 @@ def run_eval(config: EvalConfig, output: Path) -> str:
 
     Raises InputError for input that does not fit, before the target's weights load where that can be known.
     """
-    plans = plan_methods(config, config.methods)
+    plans = plan_methods(config, config.selection, config.methods)
     if not any(plan.baseline == "none" for plan in plans):
         raise InputError("methods: one must be plain (drafter: none); speed and losslessness are measured against it")
     prompts = prompts_in_context(config)

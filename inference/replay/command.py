@@ -1,6 +1,6 @@
 """The shells of `ecospec-decode record` and `replay`: trees in a folder once, then any selection without the target."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -36,13 +36,14 @@ def run_record(config: RecordConfig, output: Path) -> str:
     The methods share the drafter; what each footprint source predicts is kept, and timed.
     """
     config.only_temperature("record")
-    drafter, plans = recorded_sources(config)
+    plans = plan_methods(config, config.selection.rule(), config.methods)
+    drafter, sourced = recorded_sources(plans)
     prompts = prompts_in_context(config)
-    preflight(config, plan_methods(config, config.methods))
+    preflight(config, plans)
     target = load_target(config.target)
-    identity = _identity(config, target, drafter, plans, prompts)
+    identity = _identity(config, target, drafter, sourced, prompts)
     parts, shape = PartsLoader(target, config.traces), drafter_kind(drafter.kind).shape(drafter)
-    sources = {name: parts.footprints(plan) for name, plan in plans.items()}
+    sources = {name: parts.footprints(plan) for name, plan in sourced.items()}
 
     written = 0
 
@@ -56,12 +57,12 @@ def run_record(config: RecordConfig, output: Path) -> str:
     return f"{output / TREES}: {written} positions of {len(prompts)} prompts"
 
 
-def recorded_sources(config: RecordConfig) -> tuple[DrafterConfig, dict[str, MethodPlan]]:
+def recorded_sources(planned: Sequence[MethodPlan]) -> tuple[DrafterConfig, dict[str, MethodPlan]]:
     """The drafter, and a method for each footprint source by its name.
 
     Raises InputError when no method drafts, when they draft differently, or when one source has two folders.
     """
-    plans = [plan for plan in plan_methods(config, config.methods) if plan.baseline is None]
+    plans = [plan for plan in planned if plan.baseline is None]
     if not plans or any(plan.drafter != plans[0].drafter for plan in plans):
         raise InputError("methods: record drafts each pool once; give all methods (baselines aside) one drafter")
     sources: dict[str, MethodPlan] = {}
