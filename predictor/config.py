@@ -139,7 +139,7 @@ class ModelFitConfig(FitConfig, *dict.fromkeys(kind.training_keys for kind in tr
             group = key.partition(".")[0]
             readers = [kind.name for kind in trained_kinds() if group in kind.own_keys]
             if readers and self.kind not in readers:
-                raise InputError(f"--{key}: a {self.kind} does not read it (only --kind {' and '.join(readers)})")
+                raise InputError(f"--{key}: --kind {self.kind} does not read it (only {', '.join(readers)})")
 
 
 @dataclass

@@ -206,6 +206,8 @@ def test_an_output_folder_in_use_is_kept_unless_told_otherwise(
         (["--head.draft_vocab_size", "265"], "--head.draft_vocab_size 265"),
         (["--head.num_key_value_heads", "3"], "--head.num_key_value_heads 3"),
         (["--head.steps", "0"], "--head.steps 0"),
+        (["--head.rope_theta", ".nan"], "--head.rope_theta nan"),
+        (["--devices", "8"], "--devices: ecospec-train drafter does not read it (only predictor)"),
         (["--head.steps", "100"], "train sample"),
         (["--head.layers", "2"], "head.layers"),
     ],
