@@ -13,7 +13,7 @@ from ecospec.errors import InputError
 from ecospec.predictor.embedding import load_embedding
 from ecospec.tracing.target.checkpoint import Checkpoint
 from ecospec.tracing.target.fp8 import BlockDequantize, BlockQuantizer, FineGrainedFP8Config, dequantize_blocks
-from ecospec.tracing.target.loading import config_hash, load_target, load_target_config
+from ecospec.tracing.target.loading import config_hash, load_model, load_target, load_target_config
 from tests.fp8_folders import SCALE, dequantized_by_hand, quantize_folder, rewrite
 from tests.tiny import tiny_target_folder
 
@@ -125,3 +125,17 @@ def test_packed_fp4_stays_transformers_own(tmp_path):
     given = {"weight": [packed], "weight_scale_inv": [torch.rand(8, 2)]}
     got, theirs = (kind(quantizer).convert(dict(given))["weight"] for kind in (BlockDequantize, Fp8Dequantize))
     assert torch.equal(got, theirs)
+
+
+@pytest.mark.parametrize("folders", [TARGETS["576 rows in blocks of 128"]], indirect=True)
+def test_where_a_gpu_computes_in_fp8_weights_and_scales_stay_as_they_are(folders, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    config = load_target_config(TargetConfig(name=str(folders)))
+    model = load_model(folders, "the target", config, device_map={"": "cpu"})
+    stored, state = load_file(folders / "model.safetensors"), model.state_dict()
+    key = "model.layers.1.self_attn.kv_a_proj_with_mqa.weight"
+    assert state[key].dtype == torch.float8_e4m3fn
+    assert torch.equal(state[key].float(), stored[key].float())
+    assert torch.equal(state[f"{key}_scale_inv"].float(), stored[key + SCALE])
+    assert model.config.quantization_config.quant_method == "fp8"

@@ -6,9 +6,10 @@ the logits, and is the hidden input of a node's children.
 
 Published checkpoints ship one such layer, which serves every level. Where there are N, layer k is trained on what layer
 k - 1 made of the token before: it reads (output of layer k - 1 at the token before, the token), and predicts k tokens
-further ahead than layer 0. So level k of a draft is layer k's, the last layer's from level N - 1 on, and a token goes
-through every layer that a later draft will need it in: a text's all N, a draft's at level k layers k to N - 1. What
-layer k cannot have (it begins k tokens later than layer 0) is never seen.
+further ahead than layer 0. So the root's children come from layer 0, nodes at depth k have theirs from layer k, those
+at depth N - 1 and below from the last. A token goes through every layer that a later draft will need it in: a text's
+through all, a draft's at depth k through layers k to N - 1. Layer k begins k tokens later than layer 0; what it cannot
+have is never seen.
 
 Letters: B texts, T new entries, S cached and new entries, H hidden width, N layers, V vocabulary, I width of an expert.
 """
