@@ -8,6 +8,7 @@ training, counted on the same samples, stands beside each.
 import copy
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +50,7 @@ def generalise(config: GeneraliseConfig) -> GeneralisationMetrics:
     def measured(samples: Samples) -> PredictorMetrics:
         model = copy.deepcopy(task.model)
         with tempfile.TemporaryDirectory() as folder:
-            fit(model, samples, config.one_training(f"{folder}/model"))
+            fit(model, samples, replace(config, output=f"{folder}/model"))
         return measure_beside_baselines(model, samples)
 
     found = {key: measured(subsets[key]) for key in progress(list(subsets), "models trained")}
