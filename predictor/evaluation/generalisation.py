@@ -96,14 +96,14 @@ def _seen_and_unseen(name: str, seen: PredictorMetrics, unseen: PredictorMetrics
     return {
         "seen": seen.numbers.overlap_by_dataset[name],
         "unseen": unseen.numbers.overlap_by_dataset[name],
-        f"{beside}_seen": seen.ladder[beside].overlap_by_dataset[name],
-        f"{beside}_unseen": unseen.ladder[beside].overlap_by_dataset[name],
+        f"{beside}_seen": seen.others[beside].overlap_by_dataset[name],
+        f"{beside}_unseen": unseen.others[beside].overlap_by_dataset[name],
     }
 
 
 def _point(traces: Samples, metrics: PredictorMetrics) -> dict[str, float]:
     tokens, beside = sum(len(item.input_ids) for item in traces if item.split == "train"), yardstick().name
-    return {"tokens": tokens, "overlap": metrics.numbers.overlap, beside: metrics.ladder[beside].overlap}
+    return {"tokens": tokens, "overlap": metrics.numbers.overlap, beside: metrics.others[beside].overlap}
 
 
 def _write(folder: Path, metrics: GeneralisationMetrics, config: GeneraliseConfig) -> None:
