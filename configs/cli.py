@@ -62,7 +62,7 @@ def main(prog: str, subcommands: Sequence[Subcommand], argv: Sequence[str] | Non
         config, folders = parse(f"{prog} {chosen.name}", chosen.schema, argv[1:], chosen.folders, subcommands)
         chosen.run(config) if folders is None else chosen.run(config, folders)
     except InputError as error:
-        return _fail(prog, error, 2)
+        return _fail(prog, error.as_typed, 2)
     except (DamageError, OSError) as error:
         return _fail(prog, error, 1)
     except KeyboardInterrupt:
@@ -75,7 +75,7 @@ def main(prog: str, subcommands: Sequence[Subcommand], argv: Sequence[str] | Non
 def new_output(config: OutputConfig, artifact: str) -> Path:
     """The folder of `--output`, where the file `artifact` will be written. Raises InputError where that cannot be."""
     if config.output is None:
-        raise InputError("no folder to write to: give --output DIR")
+        raise InputError("--output: not given; say which folder to write")
     require_new_folder(Path(config.output), config.overwrite, artifact)
     return Path(config.output)
 
@@ -100,13 +100,19 @@ def parse(
     try:
         namespace = parser.parse_args(options)
         values = parser.instantiate(namespace)
+    except InputError:  # from a check in the schema
+        raise
     except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
         raise InputError(reworded(error)) from None
     config = schema(**{field.name: values[field.name] for field in dataclasses.fields(schema)})
     if hasattr(config, "given_on_command_line"):
-        words = {option[2:].partition("=")[0] for option in options if option.startswith("--")}
-        config.given_on_command_line(frozenset(words & leaf_keys(schema).keys()))
+        config.given_on_command_line(_given(options) & leaf_keys(schema).keys())
     return config, values["dir"] if folders else None
+
+
+def _given(options: Sequence[str]) -> frozenset[str]:
+    """The names of options written in full."""
+    return frozenset(word[2:].partition("=")[0].removesuffix("+") for word in options if word.startswith("--"))
 
 
 def expand_options(prog: str, schema: type, argv: Sequence[str], siblings: Sequence[Subcommand] = ()) -> list[str]:

@@ -33,8 +33,8 @@ class TargetConfig:
 
 @dataclass
 class PredictorConfig:
-    path: str | None = "lab"
-    """Folder that `ecospec-train predictor` exported, or `lab`."""
+    path: str | None = None
+    """Folder that `ecospec-train predictor` exported; the lab's own where the lab is the target."""
 
 
 @dataclass

@@ -6,14 +6,15 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ecospec.configs.schema import PredictorConfig, TargetConfig
-from ecospec.inference.assemble import MethodPlan, Workshop
-from ecospec.inference.config import DrafterConfig
+from ecospec.inference.assemble import MethodPlan, PartsLoader
+from ecospec.inference.config import DrafterConfig, SelectionConfig
 from ecospec.inference.decoding.generation import generate_with
 from ecospec.inference.decoding.method import Method
 from ecospec.inference.decoding.statistics import Run
 from ecospec.inference.drafters.base import BatchDrafter, Drafter
+from ecospec.inference.drafters.kind import drafter_kind
 from ecospec.inference.footprints import FootprintSource
-from ecospec.inference.selection.config import SelectionConfig, selector
+from ecospec.inference.selection.config import selector
 from ecospec.inference.selection.greedy import EPSILON
 from ecospec.predictor.kinds.loading import kind_of_model
 from ecospec.predictor.kinds.routing import RoutingModel
@@ -53,14 +54,15 @@ class EcoSpecDecoder:
         Raises InputError when a part is missing or belongs to another target.
         """
         loaded = load_target(TargetConfig(name=target, **target_options))
+        drafts = drafter if isinstance(drafter, DrafterConfig) else DrafterConfig(path=drafter)
         plan = MethodPlan(
             label="EcoSpec",
             baseline=None if drafter else "none",
-            drafter=drafter if isinstance(drafter, DrafterConfig) else DrafterConfig(path=drafter),
-            selection=SelectionConfig(policy, footprints, gamma, epsilon),
+            drafter=drafter_kind(drafts.kind).complete(drafts, target),
+            selection=SelectionConfig(policy, gamma, epsilon, footprints=footprints),
             predictor=PredictorConfig(path=predictor),
         )
-        return cls(loaded, Workshop(loaded, traces).method(plan))
+        return cls(loaded, PartsLoader(loaded, traces).method(plan))
 
     def generate(
         self,

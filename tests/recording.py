@@ -145,7 +145,7 @@ class Session:
             parts = {"generator": draws(prompt_id), "eos_token_id": self.eos[prompt_id]}
             positions += trees.record(prompt_id, ids_of(prompt_id), **parts, **self.options)
         folders = {"linear": "hashed/linear", "draft_mlp": "hashed/mlp"}
-        parts = ("hashed", "hashed", self.temperature, 0, L, E, K, DEPTH, 2, datasets, folders)
+        parts = ("hashed", "hashed", self.temperature, 0, L, E, K, {"steps": DEPTH, "topk": 2}, datasets, folders)
         return TreeSet(Identity("tiny", "0" * 64, *parts), positions, trees.seconds())
 
 

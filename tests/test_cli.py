@@ -1,5 +1,6 @@
 """Laws of the common front: short forms, YAML, one line a failure, and the exit codes."""
 
+import pickle
 from dataclasses import asdict, dataclass, field, replace
 from typing import ClassVar
 
@@ -9,7 +10,8 @@ from ecospec.configs import cli
 from ecospec.configs.keys import override
 from ecospec.errors import DamageError, InputError
 from ecospec.files import read_json, replace_file, replace_folder, require_new_folder, write_json
-from ecospec.inference.config import DecodeConfig, SelectionConfig
+from ecospec.inference.config import EvalConfig, SelectionConfig
+from ecospec.tracing.config import EngineConfig
 from tests.config_reads import assert_all_read, watch_reads
 
 
@@ -57,7 +59,7 @@ def test_short_forms_mean_their_full_keys():
 
 
 def test_dashes_and_underscores_are_the_same():
-    config, _ = cli.parse("prog", DecodeConfig, ["--max-new-tokens", "7", "--footprints", "token"])
+    config, _ = cli.parse("prog", EvalConfig, ["--max-new-tokens", "7", "--footprints", "token"])
     assert (config.max_new_tokens, config.selection.footprints) == (7, "token")
 
 
@@ -226,6 +228,38 @@ def test_every_failure_is_one_line_and_an_exit_code(capsys, error, code):
     assert "Traceback" not in captured.err
 
 
+def test_an_error_speaks_of_options_to_users_of_commands_and_of_arguments_in_python(capsys):
+    def run(_config):
+        raise InputError("must be p, unless --overwrite", key="selection.policy", value="x")
+
+    with pytest.raises(InputError, match=r"^policy 'x': must be p, unless overwrite$"):
+        run(None)
+    assert cli.main("prog", [cli.Subcommand("go", "", run, Config)], ["go"]) == 2
+    assert capsys.readouterr().err == "prog: --selection.policy x: must be p, unless --overwrite\n"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("gamma", 0, "gamma 0: rule"),
+        ("selection.gamma", None, "gamma: rule"),
+        ("target.name", "lab", "target 'lab': rule"),
+        ("drafter.path", None, "drafter: rule"),
+        ("path", "a b", "path 'a b': rule"),
+        (None, None, "rule"),
+    ],
+)
+def test_python_names_an_argument_by_the_last_part_of_its_key_that_says_something(key, value, text):
+    error = InputError("rule", key=key, value=value)
+    assert str(error) == str(pickle.loads(pickle.dumps(error))) == text
+    assert pickle.loads(pickle.dumps(error)).as_typed == error.as_typed
+
+
+def test_a_check_of_a_changed_group_names_the_place_of_the_change():
+    with pytest.raises(InputError, match=r"^methods\[0\]\.engine\.in_flight 0: must be at least 1$"):
+        override(EngineConfig(), {"in_flight": 0}, "methods[0].engine")
+
+
 def test_a_missing_command_names_those_there_are(capsys):
     assert cli.main("prog", [cli.Subcommand("go", "", print, Config)], []) == 2
     assert "go" in capsys.readouterr().err
@@ -247,8 +281,10 @@ def test_a_failed_write_leaves_the_old_content(tmp_path):
 
 def test_a_folder_in_use_is_refused_unless_overwritten(tmp_path):
     (tmp_path / "results.json").touch()
-    with pytest.raises(InputError, match="--overwrite"):
+    with pytest.raises(InputError, match=rf"^output '{tmp_path}': .* add overwrite$") as error:
         require_new_folder(tmp_path, False, "results.json")
+    assert error.value.as_typed.startswith(f"--output {tmp_path}: ")
+    assert error.value.as_typed.endswith("add --overwrite")
     require_new_folder(tmp_path, True, "results.json")
     with pytest.raises(InputError, match="is a file"):
         require_new_folder(tmp_path / "results.json", True, "results.json")

@@ -17,7 +17,7 @@ from ecospec.tracing.cli import SUBCOMMANDS as TRACE
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("tracing", "data", "predictor", "inference", "configs")
-SOURCES = sorted(path for folder in (*FOLDERS, "tests") for path in (ROOT / folder).rglob("*.py"))
+SOURCES = sorted(path for folder in ("ecospec", *FOLDERS, "tests") for path in (ROOT / folder).rglob("*.py"))
 CONFIGS = sorted((ROOT / "configs").glob("*/*.yaml"))
 COMMANDS = {"trace": TRACE, "predictor": TRAIN, "drafter": TRAIN, "demo": DECODE, "decode": DECODE, "ladder": DECODE}
 
@@ -27,14 +27,14 @@ def imported_names(tree: ast.Module) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            names.add(node.module.split(".")[0])
+        elif isinstance(node, ast.ImportFrom):
+            names.add("." if node.level else node.module.split(".")[0])
     return names
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_nothing_imports_a_bare_folder_name(path):
-    assert not imported_names(ast.parse(path.read_text())) & set(FOLDERS)
+def test_nothing_imports_a_bare_folder_name_or_relatively(path):
+    assert not imported_names(ast.parse(path.read_text())) & {*FOLDERS, "."}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))

@@ -32,8 +32,9 @@ def test_engine_keys_have_short_forms_and_sane_values() -> None:
     ],
 )
 def test_a_senseless_engine_key_is_named(words: list[str], named: str) -> None:
-    with pytest.raises(InputError, match=named):
+    with pytest.raises(InputError) as error:
         parse("ecospec-trace run", RunConfig, words)
+    assert named in error.value.as_typed
 
 
 def test_each_subcommand_knows_only_keys_that_it_reads(

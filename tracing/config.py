@@ -31,19 +31,19 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Raises InputError for a value out of range, and for addresses where they are missing or not wanted."""
+        vllm = self.kind == "vllm"
         rules = {
             "in_flight": (self.in_flight >= 1, "must be at least 1"),
             "retries": (self.retries >= 0, "must not be negative"),
             "timeout": (self.timeout > 0, "must be above 0"),
+            "url": (bool(self.url) == vllm, "and --engine vllm go together; give http://host:8000, several by commas"),
+            "launch": (vllm or not self.launch, "is for --engine vllm; leave it out"),
+            "retrace": (vllm or not self.retrace, "is for --engine vllm; leave it out"),
         }
         require("engine.", self, rules)
-        if bool(self.url) != (self.kind == "vllm"):
-            raise InputError("--engine vllm and --engine.url http://host:8000 (or several, by commas) go together")
         for url in self.url:
             if not _is_address(url):
-                raise InputError(f"--engine.url {url}: give it as http://host:8000")
-        if self.kind == "transformers" and (self.launch or self.retrace):
-            raise InputError("--engine.launch and --engine.retrace are for --engine vllm; leave them out")
+                raise InputError("give it as http://host:8000", key="engine.url", value=url)
 
 
 @dataclass
@@ -132,4 +132,4 @@ def require(prefix: str, config: object, rules: dict[str, tuple[bool, str]]) -> 
     """Raises InputError for the first key of `config` whose rule does not hold."""
     for key, (holds, rule) in rules.items():
         if not holds:
-            raise InputError(f"--{prefix}{key} {getattr(config, key)}: {rule}")
+            raise InputError(rule, key=prefix + key, value=getattr(config, key))

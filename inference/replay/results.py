@@ -77,7 +77,7 @@ def _identity(identity: Identity, combination: Combination) -> dict:
         "temperature": identity.temperature,
         "gamma": combination.gamma,
         "epsilon": combination.epsilon if needs else None,
-        "tree": {"steps": identity.steps, "topk": identity.topk},
+        "tree": identity.tree,
         "batch_size": 1,
         "num_experts": identity.num_experts,
         "top_k": identity.top_k,

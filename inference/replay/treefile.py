@@ -55,8 +55,9 @@ COLUMNS = pa.schema(
 class Identity:
     """What holds for a whole tree file. `datasets`: each recorded prompt's data set, by prompt id.
 
-    `predictor` is the folder of the predictor, `rungs` those of the other recorded sources, by name. A prompt whose
-    text ended with its first token has no rows, yet stands in `datasets`.
+    `tree`: the shape of the pools in the drafter's words. `predictor` is the folder of the predictor, `rungs` those of
+    the other recorded sources, by name. A prompt whose text ended with its first token has no rows, yet stands in
+    `datasets`.
     """
 
     target: str
@@ -68,8 +69,7 @@ class Identity:
     num_layers: int
     num_experts: int
     top_k: int
-    steps: int
-    topk: int
+    tree: dict[str, int]
     datasets: dict[str, str] = field(default_factory=dict)
     rungs: dict[str, str] = field(default_factory=dict)
 
@@ -192,6 +192,7 @@ def _read_identity(path: Path, schema: pa.Schema) -> Identity:
     if text is None or wrong or not recorded:
         raise InputError(f"--trees {path}: is no tree file; ecospec-decode record writes them")
     known = {"rungs": {}} | json.loads(text)  # older files lack them
+    known.setdefault("tree", {key: known[key] for key in ("steps", "topk") if key in known})  # as they say it
     if known.get("schema") != SCHEMA_VERSION:
         raise InputError(f"--trees {path}: has tree schema {known.get('schema')}, this version reads {SCHEMA_VERSION}")
     return Identity(**{part.name: known[part.name] for part in fields(Identity)})

@@ -38,8 +38,9 @@ def evaluate_predictor(config: EvaluateConfig) -> PredictorMetrics:
     """The numbers of an exported predictor on any traces of its target.
 
     Beside it stand those of the kinds that need no training, counted from the `train` samples of the same traces, and
-    of the trained ones at `rungs`. Where `output` is given, `metrics.json` and `provenance.json` are written there. Raises InputError for missing traces, another target's traces or predictor, samples without answers,
-    two models of a kind, and a model that was made for another draft head than the keys name.
+    of the trained ones at `rungs`. Where `output` is given, `metrics.json` and `provenance.json` are written there.
+    Raises InputError for missing traces, another target's traces or predictor, samples without answers, two models of
+    a kind, and a model that was made for another draft head than the keys name.
     """
     if config.output is not None:
         require_new_folder(Path(config.output), config.overwrite, METRICS)

@@ -23,9 +23,9 @@ from ecospec.data.traces import Trace, TraceSet
 from ecospec.errors import InputError
 from ecospec.files import write_json
 from ecospec.inference.drafters.eagle3.head import Eagle3Head, default_feature_layers
+from ecospec.inference.drafters.eagle3.rollout import DraftBatch, rollout_losses, score, weighted_loss
 from ecospec.predictor.config import HeadConfig, TrainDrafterConfig
 from ecospec.predictor.evaluation.metrics import METRICS
-from ecospec.predictor.heads.rollout import DraftBatch, rollout_losses, score, weighted_loss
 from ecospec.predictor.heads.text import TargetText, read_text
 from ecospec.predictor.training.checkpoints import write_folder
 from ecospec.predictor.training.module import LOG_SECONDS, Limits, learning_rate_factor, optimizer_groups

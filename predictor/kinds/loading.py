@@ -1,17 +1,18 @@
 """Folders of trained models of routing: which kind one holds, and the model itself."""
 
+import math
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from transformers.utils import logging
 
-from ecospec.errors import InputError, brief
+from ecospec.errors import InputError, brief, first_few
 from ecospec.files import read_json
-from ecospec.inference.drafters.headers import safetensors_shapes
 from ecospec.predictor.kinds import trained_kinds
 from ecospec.predictor.kinds.routing import RoutingModel
 from ecospec.predictor.kinds.trained import TrainedKind
+from ecospec.tracing.target.checkpoint import Checkpoint
 from ecospec.tracing.target.loading import MoeShape, Target, check_moe
 
 
@@ -48,8 +49,7 @@ def predictor_values(folder: Path, name: str) -> dict:
 
 def count_weights(folder: Path) -> int:
     """The number of weights in a folder, from the header of their file."""
-    shapes = safetensors_shapes(folder / "model.safetensors").values()
-    return sum(torch.Size(shape).numel() for shape in shapes)
+    return sum(map(math.prod, Checkpoint(folder).shapes().values()))
 
 
 def load_predictor(folder: Path) -> RoutingModel:
@@ -98,11 +98,11 @@ def require_target(path: str | None, values: dict, shape: MoeShape, config_sha25
     }
     different = [key for key, value in identity.items() if values.get(key) != value]
     if different:
-        raise InputError(f"--predictor.path {path}: trained for another target ({', '.join(different)} differ)")
+        raise InputError(f"--predictor.path {path}: trained for another target ({first_few(different)} differ)")
 
 
 def _require_all_keys(folder: Path, info: dict) -> None:
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[kind]:
-            names = ", ".join(map(str, sorted(info[kind])[:3]))
+            names = first_few(sorted(map(str, info[kind])))
             raise InputError(f"{folder / 'model.safetensors'}: {kind.replace('_', ' ')} {names}; export it again")

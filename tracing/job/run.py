@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ecospec.data.prompts import after, answered, read_prompts
-from ecospec.errors import DamageError, InputError
+from ecospec.errors import DamageError, InputError, first_few
 from ecospec.progress import progress
 from ecospec.tracing.config import RunConfig
 from ecospec.tracing.job.engine import Engine, Sampling, TransformersEngine
@@ -127,7 +127,9 @@ def _open_engine(job: Job) -> Engine:
     engine = VllmEngine(config.engine, job.shape, _sampling(config))
     differences = header_differences(engine.identity, job.header["engine"])
     if differences:
-        raise InputError(f"--output {config.output}: began with another engine ({'; '.join(differences)})")
+        raise InputError(
+            f"--output {config.output}: began with another engine ({first_few(differences, separator='; ')})"
+        )
     return engine
 
 

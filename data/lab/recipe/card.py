@@ -15,11 +15,12 @@ from ecospec.data.lab.recipe.polish import Polish, decode_greedily
 from ecospec.data.prompts import Prompt, read_prompts
 from ecospec.data.traces import read_traces
 from ecospec.files import sha256_file
-from ecospec.inference.assemble import Workshop
+from ecospec.inference.assemble import PartsLoader
 from ecospec.inference.config import DrafterConfig
 from ecospec.inference.decoding.generation import generate_with
-from ecospec.inference.decoding.loop import Method
+from ecospec.inference.decoding.method import Method
 from ecospec.inference.decoding.statistics import Step
+from ecospec.inference.selection.config import selector
 from ecospec.predictor.kinds import trained_kind, trained_kinds
 from ecospec.predictor.kinds.frequency.table import FrequencyTable
 from ecospec.predictor.kinds.token.table import count_tokens
@@ -57,17 +58,14 @@ def shipped_weights() -> dict[str, str]:
 
 def acceptance(target: Target, gamma: int = 4) -> dict:
     """EAGLE-3's α at T = 0 on the test prompts, per domain and pooled, over steps before the first repeated 8-gram."""
-    drafter = Workshop(target).drafter(DrafterConfig())
-    method = Method(drafter, "confidence", gamma)
+    drafter = PartsLoader(target).drafter(DrafterConfig(path="lab"))
+    method = Method(drafter, selector("confidence", gamma))
     steps: dict[str, list[Step]] = {}
-    with RoutingRecorder(target.model) as recorder:
-        for prompt in test_prompts():
-            ids = target.tokenizer(prompt.text, return_tensors="pt").input_ids
-            out, run = generate_with(
-                target.model, method, ids, recorder=recorder, max_new_tokens=ANSWER_TOKENS, do_sample=False
-            )
-            answer = out[0, ids.shape[1] :].tolist()
-            steps.setdefault(prompt.dataset, []).extend(steps_before(run.steps, measure.first_repeat(answer)))
+    for prompt in test_prompts():
+        ids = target.tokenizer(prompt.text, return_tensors="pt").input_ids
+        out, run = generate_with(target.model, method, ids, max_new_tokens=ANSWER_TOKENS, do_sample=False)
+        answer = out[0, ids.shape[1] :].tolist()
+        steps.setdefault(prompt.dataset, []).extend(steps_before(run.steps, measure.first_repeat(answer)))
     pooled = [step for part in steps.values() for step in part]
     return {name: _acceptance(part) for name, part in [*steps.items(), ("pooled", pooled)]}
 
@@ -77,7 +75,7 @@ def fresh_overlap(target: Target, traces: Path) -> dict[str, float]:
     """Overlap on greedy answers to the test prompts, before the first repeated 8-gram: predictor and simple tables."""
     recorded = read_traces(traces)
     token = count_tokens(recorded, target.shape.vocab_size)
-    predictor = Workshop(target).loaded(trained_kind("predictor"), "lab")
+    predictor = PartsLoader(target).loaded(trained_kind("predictor"), "lab")
     predictors = {
         "frequency": FrequencyTable(token.shares).logits,
         "token": token.logits,

@@ -19,8 +19,8 @@ from ecospec.data.module import BatchLimits, group_by_length
 from ecospec.data.traces import Trace
 from ecospec.errors import InputError
 from ecospec.inference.drafters.eagle3.head import Eagle3Head
+from ecospec.inference.drafters.eagle3.rollout import rollout
 from ecospec.inference.target.features import FeatureTap
-from ecospec.predictor.heads.rollout import rollout
 from ecospec.progress import progress
 
 READ_TOKENS = 4096  # through the target at once

@@ -41,10 +41,10 @@ class DraftMLPKind(TrainedKind):
 
     def check_width(self, path: str | None, values: dict, hidden: int | None) -> None:
         """See `TrainedKind`."""
-        from ecospec.inference.drafters.base import NO_HIDDEN
+        from ecospec.inference.drafters.kind import no_hidden
 
         if hidden is None:
-            raise InputError(NO_HIDDEN)
+            raise no_hidden()
         if values.get("draft_size") != hidden:
             raise InputError(
                 f"--predictor.path {path}: reads {values.get('draft_size')} hidden values of a draft head, "
