@@ -4,8 +4,9 @@ Imports nothing heavy. What only one kind of model reads is in that kind's own `
 """
 
 import math
-from dataclasses import dataclass, field, fields
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 from ecospec.configs.schema import PredictorConfig, TargetConfig
 from ecospec.errors import InputError
@@ -96,8 +97,17 @@ class FitConfig(TracedConfig):
 
 @dataclass
 class ModelFitConfig(FitConfig, *dict.fromkeys(kind.training_keys for kind in trained_kinds())):
-    """What training a model of routing needs, whichever its kind; `kind` says which of the kinds' own keys are read."""
+    """What training a model of routing needs, whichever its kind; `kind` says which of the kinds' own keys are read.
 
+    It is done by one process, which keeps the best weights alone and logs nothing, where a subcommand has no keys for
+    that.
+    """
+
+    checkpoint_overlaps: ClassVar[Sequence[float]] = ()
+    strategy: ClassVar[str] = "auto"
+    devices: ClassVar[int] = 1
+    num_nodes: ClassVar[int] = 1
+    loggers: ClassVar[Sequence[str]] = ()
     kind: TrainedKindName = "predictor"
     """What is trained; docs/training.md says what each reads."""
     batch_size: int | None = None
@@ -126,7 +136,7 @@ class ModelFitConfig(FitConfig, *dict.fromkeys(kind.training_keys for kind in tr
     @property
     def processes(self) -> int:
         """Processes that share the work."""
-        return 1
+        return self.devices * self.num_nodes
 
     @property
     def samples_per_batch(self) -> int | None:
@@ -164,20 +174,10 @@ class TrainPredictorConfig(ModelFitConfig):
             if not 0 < overlap <= 1:
                 raise InputError(f"--checkpoint_overlaps {overlap}: must be above 0 and at most 1")
 
-    @property
-    def processes(self) -> int:
-        """Processes that share the work."""
-        return self.devices * self.num_nodes
-
 
 @dataclass
 class GeneraliseConfig(ModelFitConfig):
     """Train on all data sets but one in turn, and on growing parts of the samples, each time under the same limits."""
-
-    def one_training(self, output: str) -> TrainPredictorConfig:
-        """One of its trainings, which keeps what it needs in `output` and logs nothing."""
-        shared = {key.name: getattr(self, key.name) for key in fields(self)}
-        return TrainPredictorConfig(**shared | {"output": output, "loggers": []})
 
 
 @dataclass

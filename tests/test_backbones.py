@@ -73,7 +73,7 @@ def test_a_pretrained_backbone_keeps_its_weights_loses_its_vocabulary_and_learns
     ids = torch.arange(V)[None]
     assert torch.equal(reloaded(ids), predictor.eval()(ids))
     metrics = measure_beside_baselines(trained(learnable_traces(0), config)[0], learnable_traces(0))
-    assert metrics.numbers.overlap > metrics.ladder["frequency"].overlap + 0.1
+    assert metrics.numbers.overlap > metrics.others["frequency"].overlap + 0.1
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -21,6 +21,7 @@ from ecospec.predictor.config import HeadConfig, TrainDrafterConfig
 from ecospec.predictor.heads.text import TargetText, read_text
 from ecospec.predictor.heads.training import draft_vocabulary, fit, measure_head, new_head, output_rows
 from ecospec.tracing import cli as trace_cli
+from tests.config_reads import assert_all_read, watch_reads
 from tests.tiny import tiny_model, tiny_target_folder
 
 HEAD = HeadConfig(draft_vocab_size=40, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
@@ -185,6 +186,14 @@ def test_the_command_writes_a_published_layout_with_metrics_and_provenance(
     assert provenance["target"]["name"] == str(traced[0])
     target = AutoConfig.from_pretrained(traced[0])
     assert load_head(tmp_path / "head", target).feature_layers == LAYERS
+
+
+def test_training_a_head_reads_every_key_that_it_knows(
+    traced: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = watch_reads(monkeypatch)
+    assert train(traced, tmp_path / "head") == 0
+    assert_all_read(train_cli.SUBCOMMANDS, "drafter", reads)
 
 
 def test_an_output_folder_in_use_is_kept_unless_told_otherwise(

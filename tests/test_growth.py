@@ -142,7 +142,7 @@ def test_hidden_input_of_roots_and_leaves_is_that_of_reading_everything_afresh(k
 def test_drafters_that_are_fed_nothing_have_no_hidden_input_to_give():
     head = LanguageModelHead(tiny_model("qwen3_moe").requires_grad_(False), VOCABULARY)
     for drafter in (TreeDrafter(head), EachRow(EmptyDrafter())):
-        with pytest.raises(InputError, match="draft_mlp"):
+        with pytest.raises(InputError, match="is fed nothing"):
             drafter.give_hidden()
 
 

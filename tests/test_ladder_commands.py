@@ -10,11 +10,13 @@ import pytest
 
 from ecospec.data.traces import read_traces
 from ecospec.inference.cli import main as decode
+from ecospec.predictor.cli import SUBCOMMANDS
 from ecospec.predictor.cli import main as train
 from ecospec.predictor.evaluation.generalisation import SHARES, part_of, without
 from ecospec.predictor.kinds import trained_kinds
 from ecospec.predictor.kinds.loading import kind_of
 from ecospec.tracing.cli import main as trace
+from tests.config_reads import assert_all_read, watch_reads
 from tests.test_eval import save_head
 
 KINDS = [kind.name for kind in trained_kinds()]
@@ -70,6 +72,29 @@ def test_measured_together_all_kinds_have_the_numbers_of_their_own_export(made, 
         assert metrics["overlap"] == pytest.approx(numbers(made.root / kind)["overlap"], abs=1e-6)
     printed = [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:-1]]
     assert printed == ["predictor", "frequency", "last_step", "token", "linear", "draft_mlp"]
+
+
+@pytest.mark.parametrize("subcommand", ["predictor", "generalise"])
+def test_training_reads_every_key_that_it_knows(made, subcommand, tmp_path, monkeypatch):
+    reads = watch_reads(monkeypatch)
+    for kind, own in {**SMALL, "draft_mlp": [*SMALL["draft_mlp"], *made.drafter]}.items():
+        words = [subcommand, *made.traces, *own, "--kind", kind, "--max-steps", "2", "--output", str(tmp_path / kind)]
+        assert train(words) == 0
+    assert_all_read(SUBCOMMANDS, subcommand, reads)
+
+
+def test_evaluation_reads_every_key_that_it_knows(made, tmp_path, monkeypatch):
+    reads = watch_reads(monkeypatch)
+    words = [
+        *made.traces,
+        *made.drafter,
+        "--predictor",
+        str(made.root / "draft_mlp"),
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    assert train(["evaluate", *words]) == 0
+    assert_all_read(SUBCOMMANDS, "evaluate", reads)
 
 
 def test_two_rungs_of_a_kind_are_refused(made, capsys):

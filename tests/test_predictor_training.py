@@ -57,19 +57,19 @@ def test_fifty_steps_beat_frequency_on_a_learnable_trace(seed):
     predictor, training = trained(traces, options(max_steps=50, seed=seed))
     metrics = measure_beside_baselines(predictor, traces)
     assert training["steps"] == 50
-    assert metrics.numbers.overlap > metrics.ladder["frequency"].overlap + 0.2
-    assert metrics.numbers.excess_loss < metrics.ladder["frequency"].excess_loss - 0.2
+    assert metrics.numbers.overlap > metrics.others["frequency"].overlap + 0.2
+    assert metrics.numbers.excess_loss < metrics.others["frequency"].excess_loss - 0.2
     written = metrics.to_json()
     assert ROW_KEYS | {"ladder", "kind"} == set(written)
     assert all(set(numbers) == ROW_KEYS for numbers in written["ladder"].values())
-    assert metrics.ladder["token"].overlap_by_layer[0] == 1.0  # counting tokens knows the layer that follows them
+    assert metrics.others["token"].overlap_by_layer[0] == 1.0  # counting tokens knows the layer that follows them
 
 
 def test_context_is_learned_that_counting_tokens_cannot_know():
     traces = learnable_traces(0, samples=300)
     predictor, _ = trained(traces, options(max_steps=200))
     metrics = measure_beside_baselines(predictor, traces)
-    assert metrics.numbers.overlap_by_layer[1] > metrics.ladder["token"].overlap_by_layer[1] + 0.2
+    assert metrics.numbers.overlap_by_layer[1] > metrics.others["token"].overlap_by_layer[1] + 0.2
 
 
 def test_held_out_samples_teach_nothing():
@@ -94,7 +94,7 @@ def test_mixed_precision_trains_and_keeps_float32_weights():
     predictor, _ = trained(traces, options(max_steps=50, precision="bf16-mixed"))
     assert {p.dtype for p in predictor.parameters()} == {torch.float32}
     metrics = measure_beside_baselines(predictor, traces)
-    assert metrics.numbers.overlap > metrics.ladder["frequency"].overlap + 0.2
+    assert metrics.numbers.overlap > metrics.others["frequency"].overlap + 0.2
 
 
 def test_training_ends_after_the_epochs_asked_for():

@@ -33,7 +33,7 @@ Sources = Mapping[str, FootprintSource]
 
 @dataclass(frozen=True)
 class Combination:
-    """What is replayed. `footprints`: `oracle`, `last_step`, a recorded source, a table, or None for policies without.
+    """What is replayed. `footprints`: `oracle`, a source recorded or in need of no record, None for policies without.
 
     Raises InputError for an unknown policy, γ < 1, or footprints that are missing.
     """

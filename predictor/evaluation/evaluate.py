@@ -37,10 +37,10 @@ STEP_REPEATS = 20
 def evaluate_predictor(config: EvaluateConfig) -> PredictorMetrics:
     """The numbers of an exported predictor on any traces of its target.
 
-    Beside it in `ladder` are those that are counted from the `train` samples of the same traces, and the trained ones
-    at `rungs`; `overlap` is of the `test` samples. Where `output` is given, `metrics.json` and `provenance.json` are
-    written there. Raises InputError for missing traces, another target's traces or predictor, samples without answers,
-    two models of a kind, and a model that was made for another draft head than the keys name.
+    Beside it stand those of the kinds that need no training, counted from the `train` samples of the same traces, and
+    of the trained ones at `rungs`. Where `output` is given, `metrics.json` and `provenance.json` are written there.
+    Raises InputError for missing traces, another target's traces or predictor, samples without answers, two models of
+    a kind, and a model that was made for another draft head than the keys name.
     """
     if config.output is not None:
         require_new_folder(Path(config.output), config.overwrite, METRICS)
@@ -52,14 +52,15 @@ def evaluate_predictor(config: EvaluateConfig) -> PredictorMetrics:
     models = [load_predictor(folder).attach_embedding(table_VD) for folder in folders]
     samples = _with_what_they_read(config, traces, models)
     metrics = measure_beside_baselines(models[0], samples)
-    metrics.ladder.update({kind_of_model(model).name: measure_model(model, samples) for model in models[1:]})
+    trained = {kind_of_model(model).name: measure_model(model, samples) for model in models[1:]}
+    metrics = replace(metrics, others=metrics.others | trained)
     if config.output is not None:
         replace_folder(Path(config.output), lambda folder: _write(folder, metrics, config))
     return metrics
 
 
 def measure_beside_baselines(model: RoutingModel, traces: Traces) -> PredictorMetrics:
-    """A trained model's numbers, and under `ladder` those of all kinds that need no training, by name."""
+    """A trained model's numbers, and beside it those of all kinds that need no training, by name."""
     baselines = {kind.name: kind.baseline(traces, model.config.vocab_size, STEP_TOKENS) for kind in all_kinds()}
     simple = {name: measure_baseline(baseline, traces) for name, baseline in sorted(baselines.items()) if baseline}
     return PredictorMetrics(kind_of_model(model).name, measure_model(model, traces), simple)

@@ -8,6 +8,7 @@ training, counted on the same samples, stands beside each.
 import copy
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +50,7 @@ def generalise(config: GeneraliseConfig) -> GeneralisationMetrics:
     def measured(samples: Samples) -> PredictorMetrics:
         model = copy.deepcopy(task.model)
         with tempfile.TemporaryDirectory() as folder:
-            fit(model, samples, config.one_training(f"{folder}/model"))
+            fit(model, samples, replace(config, output=f"{folder}/model"))
         return measure_beside_baselines(model, samples)
 
     found = {key: measured(subsets[key]) for key in progress(list(subsets), "models trained")}
@@ -95,14 +96,14 @@ def _seen_and_unseen(name: str, seen: PredictorMetrics, unseen: PredictorMetrics
     return {
         "seen": seen.numbers.overlap_by_dataset[name],
         "unseen": unseen.numbers.overlap_by_dataset[name],
-        f"{beside}_seen": seen.ladder[beside].overlap_by_dataset[name],
-        f"{beside}_unseen": unseen.ladder[beside].overlap_by_dataset[name],
+        f"{beside}_seen": seen.others[beside].overlap_by_dataset[name],
+        f"{beside}_unseen": unseen.others[beside].overlap_by_dataset[name],
     }
 
 
 def _point(traces: Samples, metrics: PredictorMetrics) -> dict[str, float]:
     tokens, beside = sum(len(item.input_ids) for item in traces if item.split == "train"), yardstick().name
-    return {"tokens": tokens, "overlap": metrics.numbers.overlap, beside: metrics.ladder[beside].overlap}
+    return {"tokens": tokens, "overlap": metrics.numbers.overlap, beside: metrics.others[beside].overlap}
 
 
 def _write(folder: Path, metrics: GeneralisationMetrics, config: GeneraliseConfig) -> None:

@@ -12,20 +12,20 @@ METRICS = "metrics.json"
 
 @dataclass(frozen=True)
 class PredictorMetrics:
-    """What a predictor of a kind is worth, and under `ladder` what stands beside it, by kind."""
+    """What a predictor of a kind is worth, and what `others` beside it are, by kind; the file calls these `ladder`."""
 
     kind: str
     numbers: PredictorNumbers
-    ladder: dict[str, PredictorNumbers]
+    others: dict[str, PredictorNumbers]
 
     @property
     def by_kind(self) -> dict[str, PredictorNumbers]:
         """All numbers, its own first."""
-        return {self.kind: self.numbers, **self.ladder}
+        return {self.kind: self.numbers, **self.others}
 
     def to_json(self) -> dict:
         """The content of the file."""
-        ladder = {name: asdict(numbers) for name, numbers in self.ladder.items()}
+        ladder = {name: asdict(numbers) for name, numbers in self.others.items()}
         return {"kind": self.kind, **asdict(self.numbers), "ladder": ladder}
 
     def write(self, folder: Path) -> None:

@@ -11,7 +11,6 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -93,10 +92,14 @@ def new_head(model: nn.Module, config: HeadConfig, items: Sequence[Trace], seed:
     torch.manual_seed(seed)
     target = model.config.get_text_config()
     used_D = draft_vocabulary(items, target.vocab_size, config.draft_vocab_size)
-    sizes = {name: value for name, value in asdict(config).items() if name != "steps"}
     head = Eagle3Head(
         LlamaConfig(
-            **sizes,
+            draft_vocab_size=config.draft_vocab_size,
+            intermediate_size=config.intermediate_size,
+            num_attention_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            rope_theta=config.rope_theta,
             vocab_size=target.vocab_size,
             hidden_size=target.hidden_size,
             num_hidden_layers=1,

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from ecospec.data.module import Batch
 from ecospec.errors import InputError
 from ecospec.files import read_json, replace_folder, write_json
-from ecospec.predictor.config import TrainPredictorConfig
+from ecospec.predictor.config import ModelFitConfig
 from ecospec.predictor.evaluation.metrics import METRICS
 from ecospec.predictor.kinds import trained_kinds
 from ecospec.predictor.kinds.routing import RoutingConfig, RoutingModel
@@ -35,11 +35,11 @@ MADE_FOR = {  # fields of a model's configuration → what they tell apart
 }
 
 
-def training_folder(config: TrainPredictorConfig) -> Path:
+def training_folder(config: ModelFitConfig) -> Path:
     return Path(f"{config.output.rstrip('/')}.training")
 
 
-def run_identity(config: TrainPredictorConfig, parts: list[dict], model: RoutingConfig) -> dict:
+def run_identity(config: ModelFitConfig, parts: list[dict], model: RoutingConfig) -> dict:
     """What must be the same for a run to go on: the number of processes, the traces' parts, the keys, what `model` is
     made for.
     """
@@ -90,7 +90,7 @@ class Checkpoints(lightning.Callback):
     def __init__(
         self,
         folder: Path,
-        config: TrainPredictorConfig,
+        config: ModelFitConfig,
         run: dict,
         held_out: Callable[[], Iterable[Batch]],
         made: Provenance,
@@ -178,7 +178,7 @@ def remove_states(folder: Path, keep: str | None = None) -> None:
     _remove([path for path in folder.glob("step-*.ckpt") if path.name != keep])
 
 
-def require_nothing_kept(folder: Path, config: TrainPredictorConfig) -> None:
+def require_nothing_kept(folder: Path, config: ModelFitConfig) -> None:
     """Raises InputError when an earlier run kept predictors that a new one would remove, and `overwrite` is off."""
     if _kept(folder) and not config.overwrite:
         raise InputError(

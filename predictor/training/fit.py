@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from ecospec.data.module import Batch, BatchLimits, TraceDataModule
 from ecospec.data.traces import Traces
-from ecospec.predictor.config import TrainPredictorConfig
+from ecospec.predictor.config import ModelFitConfig, TrainPredictorConfig
 from ecospec.predictor.evaluation.evaluate import measure_beside_baselines
 from ecospec.predictor.evaluation.metrics import PredictorMetrics
 from ecospec.predictor.kinds.routing import RoutingModel
@@ -61,7 +61,7 @@ def train_predictor(config: TrainPredictorConfig) -> PredictorMetrics | None:
     return metrics
 
 
-def fit(model: RoutingModel, traces: Traces, config: TrainPredictorConfig) -> dict:
+def fit(model: RoutingModel, traces: Traces, config: ModelFitConfig) -> dict:
     """Train in place on the `train` samples until the first limit; returns steps, seconds, samples and tokens seen.
 
     Where `output` is given, a state that the same command left behind is resumed, what `checkpoints` says is kept, and
@@ -87,7 +87,7 @@ def _fit_with_checkpoints(
     module: PredictorModule,
     batches: EndlessBatches,
     held_out: Callable[[], Iterable[Batch]],
-    config: TrainPredictorConfig,
+    config: ModelFitConfig,
     traces: Traces,
 ) -> tuple[lightning.Trainer, dict]:
     folder = training_folder(config)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ecospec.data.module import Batch, TrainBatches
 from ecospec.errors import DamageError, InputError
-from ecospec.predictor.config import TrainPredictorConfig
+from ecospec.predictor.config import ModelFitConfig
 from ecospec.predictor.kinds.routing import RoutingModel
 from ecospec.predictor.objective.loss import batch_loss, excess_loss
 
@@ -96,7 +96,7 @@ class PredictorModule(lightning.LightningModule):
     def __init__(
         self,
         predictor: RoutingModel,
-        config: TrainPredictorConfig,
+        config: ModelFitConfig,
         epoch: Sized,
         seconds_now: Callable[[], float] = time.monotonic,
     ) -> None:

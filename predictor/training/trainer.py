@@ -17,13 +17,13 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
 from ecospec.errors import InputError
-from ecospec.predictor.config import TrainPredictorConfig
+from ecospec.predictor.config import ModelFitConfig
 from ecospec.predictor.training.module import EndlessBatches, PredictorModule
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 
 
-def make_trainer(config: TrainPredictorConfig, logs: Path | None = None, callbacks: tuple = ()) -> lightning.Trainer:
+def make_trainer(config: ModelFitConfig, logs: Path | None = None, callbacks: tuple = ()) -> lightning.Trainer:
     """A trainer that runs until its module says stop, and by itself writes nothing but logs.
 
     Raises InputError for a strategy or a logger that this machine has not got.
@@ -48,7 +48,7 @@ def make_trainer(config: TrainPredictorConfig, logs: Path | None = None, callbac
     )
 
 
-def require_strategy(config: TrainPredictorConfig) -> None:
+def require_strategy(config: ModelFitConfig) -> None:
     """Raises InputError for DeepSpeed where it is not installed, or where Lightning refuses it."""
     if not config.strategy.startswith("deepspeed"):
         return
@@ -58,7 +58,7 @@ def require_strategy(config: TrainPredictorConfig) -> None:
         raise InputError(f"--strategy {config.strategy}: needs CUDA GPUs; on a CPU give --strategy ddp")
 
 
-def make_loggers(config: TrainPredictorConfig, folder: Path) -> list[Logger]:
+def make_loggers(config: ModelFitConfig, folder: Path) -> list[Logger]:
     """The loggers asked for; a resumed run begins a new version of each. Raises InputError where W&B is missing."""
     if "wandb" in config.loggers and importlib.util.find_spec("wandb") is None:
         raise InputError("--loggers wandb: it is not installed; pip install wandb, or leave it out")

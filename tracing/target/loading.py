@@ -70,7 +70,7 @@ class Target:
 
 
 def lab_folder(part: str) -> Path:
-    """A folder of the shipped lab: `target`, `drafter`, `predictor` or another rung, `traces`, `trees`, `prompts`."""
+    """A folder of the lab: `target`, `drafter`, `predictor` or another trained kind, `traces`, `trees`, `prompts`."""
     return Path(str(resources.files("ecospec.data.lab"))) / part
 
 

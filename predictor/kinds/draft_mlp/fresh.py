@@ -1,7 +1,5 @@
 """A fresh draft MLP and what it learns from: the target runs over every sample first, with the draft head beside it."""
 
-from dataclasses import asdict
-
 from ecospec.configs.schema import TargetConfig
 from ecospec.data.traces import Traces
 from ecospec.inference.drafters.eagle3.checkpoint import load_head
@@ -18,9 +16,16 @@ def new_draft_mlp(config: TrainingKeys, identity: TargetIdentity, traces: Traces
     """See `TrainedKind.new`."""
     target, head = _target_and_head(config.target, config.drafter)
     samples = _with_head_inputs(traces, target, head, config.drafter.steps)
-    of_head = {"draft_size": head.config.hidden_size, "drafter_fingerprint": fingerprint(head)}
-    own = asdict(config.mlp) | of_head | {"steps": config.drafter.steps}
-    return DraftMLP(DraftMLPConfig(**own, **identity.fields)).attach_embedding(identity.table_VD), samples
+    model_config = DraftMLPConfig(
+        draft_size=head.config.hidden_size,
+        hidden_size=config.mlp.hidden_size,
+        intermediate_size=config.mlp.intermediate_size,
+        num_blocks=config.mlp.num_blocks,
+        drafter_fingerprint=fingerprint(head),
+        steps=config.drafter.steps,
+        **identity.fields,
+    )
+    return DraftMLP(model_config).attach_embedding(identity.table_VD), samples
 
 
 def samples_for(config: EvaluationKeys, traces: Traces, model: DraftMLP) -> Traces:

@@ -15,7 +15,7 @@ def new_predictor(config: TrainingKeys, identity: TargetIdentity) -> ExpertPredi
     """
     predictor_config = ExpertPredictorConfig(backbone=backbone_config(config.backbone), **identity.fields)
     predictor, input_rms = ExpertPredictor(predictor_config), FRESH_RMS
-    if config.backbone.path is not None and config.backbone.pretrained:
+    if config.backbone.pretrained and config.backbone.path is not None:
         predictor.backbone, input_rms = pretrained_backbone(config.backbone.path)
     require_causal(predictor.backbone, config.backbone.path)
     if config.gradient_checkpointing:
