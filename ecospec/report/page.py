@@ -1,4 +1,4 @@
-"""Reports as one self-contained HTML page: the page itself, sections, figures, tables, definitions, provenance.
+"""Reports as one self-contained HTML page: the page itself, sections, figures, definitions, provenance.
 
 Every function gives HTML that is already escaped, and takes text that is not, unless it says otherwise. Knows nothing
 of what the numbers mean.
@@ -7,29 +7,18 @@ of what the numbers mean.
 import html
 import shlex
 import string
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from importlib import resources
 
-DASH = "–"
+from ecospec.report.table import DASH
 
 
-@dataclass(frozen=True)
-class Column:
-    """`write` turns a value that is not null into text; a `timed` column rests on the clock."""
-
-    key: str
-    heading: str
-    write: Callable[[object], str]
-    timed: bool = False
-    numeric: bool = True
-
-
-def render_page(title: str, summary: str, parts: Sequence[str]) -> str:
-    """The page, which refers to no other file or host; `parts` are HTML, empty ones are left out."""
+def render_page(title: str, summary: str, parts: Sequence[str], style: str = "") -> str:
+    """The page, which refers to no other file or host; `parts` are HTML, empty ones are left out, `style` is CSS."""
     template = resources.files("ecospec.report").joinpath("page.html").read_text(encoding="utf-8")
     body = "\n".join(part for part in parts if part)
-    return string.Template(template).substitute(title=html.escape(title), summary=html.escape(summary), body=body)
+    texts = {"title": html.escape(title), "summary": html.escape(summary), "body": body, "style": style}
+    return string.Template(template).substitute(texts)
 
 
 def section(heading: str, content: str) -> str:
@@ -60,42 +49,6 @@ def definitions(terms: Mapping[str, str]) -> str:
     return f"<dl>\n{entries}\n</dl>"
 
 
-def decimals(places: int, unit: str = "") -> Callable[[float], str]:
-    return lambda value: f"{value:,.{places}f}{unit}"
-
-
-def cell(row: Mapping, column: Column) -> str:
-    """The text of one cell, a dash for null."""
-    value = row.get(column.key)
-    return DASH if value is None else column.write(value)
-
-
-def html_table(caption: str, first: str, columns: Sequence[Column], bodies: Sequence[str], marked: bool = False) -> str:
-    """A table in a scrolling container, `first` heading its row titles, `bodies` HTML.
-
-    `marked` puts a dagger on the columns that rest on the clock.
-    """
-    headings = [f'<th scope="col">{html.escape(first)}</th>']
-    for column in columns:
-        dagger = "<sup>†</sup>" if marked and column.timed else ""
-        headings.append(f'<th{_align(column)} scope="col">{html.escape(column.heading)}{dagger}</th>')
-    return "\n".join(
-        [
-            f'<div class="scroll" tabindex="0" role="region" aria-label="{html.escape(caption)}"><table>',
-            f"<caption>{html.escape(caption)}</caption>",
-            f"<thead><tr>{''.join(headings)}</tr></thead>",
-            *bodies,
-            "</table></div>",
-        ]
-    )
-
-
-def html_row(row: Mapping, title: str, columns: Sequence[Column], highlight: bool = False) -> str:
-    cells = "".join(f"<td{_align(column)}>{html.escape(cell(row, column))}</td>" for column in columns)
-    marked = ' class="ours"' if highlight else ""
-    return f'<tr{marked}><th scope="row">{html.escape(title)}</th>{cells}</tr>'
-
-
 def provenance_of(name: str, provenance: Mapping) -> str:
     """The command, then every other entry of a `provenance.json` as a term and its value."""
     entries = {
@@ -109,10 +62,6 @@ def command_line(provenance: Mapping) -> str:
     """The command of a `provenance.json` as one would type it."""
     command = provenance.get("command")
     return shlex.join(command) if isinstance(command, list) else str(command)
-
-
-def _align(column: Column) -> str:
-    return ' class="number"' if column.numeric else ""
 
 
 def _plain(value: object) -> str:

@@ -1,7 +1,7 @@
 """Plots as inline SVG: pure functions from numbers to text, with no plotting library.
 
-Colours are classes of the page's style sheet (`m0`, `m1`, ... for methods, `plain` for plain decoding, `t_draft` and
-its like for parts of a step), text takes the page's colour, so that one drawing serves light and dark.
+Colours are classes of the page's style sheet (`m0`, `m1`, ... for methods, `plain` for plain decoding, those of a
+report's own style for parts of a step), text takes the page's colour, so that one drawing serves light and dark.
 Knows nothing of runs or files.
 """
 

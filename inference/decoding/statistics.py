@@ -1,4 +1,4 @@
-"""What a decoding run measured: one record a step, and the means that `results.json` reports.
+"""What a decoding run measured: one record a step. `ecospec.inference.metrics` says what is reported of them.
 
 Letters: B texts still being decoded, N nodes verified in a step (padding included), L MoE layers, K experts per token.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-PHASES = ("draft", "predict", "select", "verify", "accept")
+from ecospec.inference.metrics.phases import PHASES
 
 
 class StepClock:
@@ -38,7 +38,7 @@ class StepClock:
 
     def seconds(self) -> dict[str, float]:
         """Seconds by phase."""
-        sums = dict.fromkeys(PHASES, 0.0)
+        sums = {phase.name: 0.0 for phase in PHASES}
         for name, start, end in self._spans:
             sums[name] += self._between(start, end)
         return sums

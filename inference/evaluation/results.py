@@ -1,8 +1,11 @@
-"""From outcomes to the run folder: the keys of `results.json`, and `steps.parquet` with a row a step."""
+"""From outcomes to the run folder: the rows of `results.json`, and `steps.parquet` with a row a step.
+
+Letters: P batches of prompts, R texts of all steps.
+"""
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +16,13 @@ import torch
 from ecospec.files import replace_file
 from ecospec.inference.assemble import MethodPlan
 from ecospec.inference.config import EvalConfig
-from ecospec.inference.decoding.statistics import PHASES, Step
+from ecospec.inference.decoding.statistics import Step
 from ecospec.inference.evaluation.evaluate import Outcome
 from ecospec.inference.evaluation.lossless import Difference
+from ecospec.inference.metrics.rows import RunRow
+from ecospec.inference.metrics.table import step_metrics
 from ecospec.tracing.target.loading import Target
 from ecospec.tracing.target.requests import in_chat_template
-
-RESAMPLES = 1000
-_TIMES = (*(f"t_{phase}" for phase in PHASES), "t_other", "t_step")
 
 
 def summarise(
@@ -28,12 +30,14 @@ def summarise(
     target: Target,
     plans: list[MethodPlan],
     outcomes: list[Outcome],
-    differences: dict[tuple, list[Difference]],
+    differences: Mapping[tuple, list[Difference]],
     seen: set[str],
-) -> list[dict]:
+    overlaps: Mapping[tuple[str, str], float],
+) -> list[RunRow]:
     """One run (contract: `results.json`) per batch size, temperature, data set and method, in that order.
 
-    `seen` holds the data sets that anything in use was trained or fitted on.
+    `seen` holds the data sets that anything in use was trained or fitted on, `overlaps` the held-out overlap of each
+    trained model by its kind and its folder's name.
     """
     groups: dict[tuple, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
@@ -42,16 +46,11 @@ def summarise(
     plain = next(plan.label for plan in plans if plan.baseline == "none")
     runs = []
     for key in sorted(groups, key=lambda key: (*key[:3], labels.index(key[3]))):
-        size, temperature, dataset, _ = key
-        group, reference = groups[key], groups[*key[:3], plain]
-        runs.append(
-            _identity(config, target, group[0].plan)
-            | {"dataset": dataset, "seen": dataset in seen, "temperature": temperature, "batch_size": size}
-            | {"chat_template": in_chat_template(group[0].prompts[0], target.tokenizer, config.chat_template)}
-            | _speed(group, reference)
-            | _steps([step for outcome in group for step in outcome.run.steps])
-            | {"lossless": _lossless(group[0].plan, differences.get(key, []))}
-        )
+        group = groups[key]
+        row = _described(config, target, group[0], seen)
+        verdict = _lossless(group[0].plan, differences.get(key, []))
+        others = {"lossless": verdict, "overlap": overlaps.get((row.footprints, row.predictor))}
+        runs.append(row.measured(_measurements(group, groups[*key[:3], plain]) | others))
     return runs
 
 
@@ -63,12 +62,7 @@ def write_steps(path: Path, outcomes: list[Outcome]) -> None:
 
 def _step_rows(outcome: Outcome) -> Iterator[dict]:
     for number, step in enumerate(outcome.run.steps):
-        times = step.clock.seconds() if step.clock else dict.fromkeys(PHASES)
-        shared = {
-            "active_experts": step.active_by_layer(),
-            **{f"t_{phase}": seconds for phase, seconds in times.items()},
-            "t_step": step.clock and step.clock.total(),
-        }
+        shared = {metric.key: metric.step(step) for metric in step_metrics()}
         for row, emitted, verified in zip(step.rows, step.emitted, step.verified, strict=True):
             yield {
                 "label": outcome.plan.label,
@@ -83,26 +77,30 @@ def _step_rows(outcome: Outcome) -> Iterator[dict]:
             } | shared
 
 
-def _identity(config: EvalConfig, target: Target, plan: MethodPlan) -> dict:
-    """What was run: the keys that do not depend on a measurement."""
-    chosen = dict.fromkeys(("selection", "gamma", "epsilon")) if plan.baseline else plan.selection.build().describe()
-    return {
-        "label": plan.label,
-        "drafter": plan.baseline or plan.drafter.kind,
-        "selection": chosen["selection"],
-        "footprints": plan.footprints,
-        "predictor": folder_name(plan.predictor.path) if plan.kind and plan.kind.trained else None,
-        "gamma": chosen["gamma"],
-        "epsilon": chosen.get("epsilon"),
-        "tree": plan.tree,
-        "dtype": str(target.model.dtype).removeprefix("torch."),
-        "expert_mib": config.target.expert_mib,
-        "threads": torch.get_num_threads(),
-        "target": target.name,
-        "num_experts": target.shape.num_experts,
-        "top_k": target.shape.top_k,
-        "moe_layers": list(target.shape.layers),
-    }
+def _described(config: EvalConfig, target: Target, outcome: Outcome, seen: set[str]) -> RunRow:
+    """What was run: what does not depend on a measurement."""
+    plan = outcome.plan
+    speculative = plan.baseline is None
+    return RunRow(
+        label=plan.label,
+        drafter=plan.baseline or plan.drafter.kind,
+        **(plan.selection.build().describe() if speculative else {}),
+        footprints=plan.footprints,
+        predictor=folder_name(plan.predictor.path) if plan.kind and plan.kind.trained else None,
+        tree=plan.tree,
+        dtype=str(target.model.dtype).removeprefix("torch."),
+        expert_mib=config.target.expert_mib,
+        threads=torch.get_num_threads(),
+        target=target.name,
+        num_experts=target.shape.num_experts,
+        top_k=target.shape.top_k,
+        moe_layers=list(target.shape.layers),
+        dataset=outcome.dataset,
+        seen=outcome.dataset in seen,
+        temperature=outcome.temperature,
+        batch_size=outcome.batch_size,
+        chat_template=in_chat_template(outcome.prompts[0], target.tokenizer, config.chat_template),
+    )
 
 
 def folder_name(path: str) -> str:
@@ -110,66 +108,41 @@ def folder_name(path: str) -> str:
     return Path(path).name
 
 
-def _speed(group: list[Outcome], reference: list[Outcome]) -> dict:
-    """Tokens per second after prefill, and its ratio to plain decoding with a 95 % bootstrap interval over prompts."""
-    tokens, seconds = _tokens_and_seconds(group)
-    plain_tokens, plain_seconds = _tokens_and_seconds(reference)
-    picks = np.random.default_rng(0).integers(len(tokens), size=(RESAMPLES, len(tokens)))
-    rates, plain_rates = (
-        t[picks].sum(1) / s[picks].sum(1) for t, s in ((tokens, seconds), (plain_tokens, plain_seconds))
-    )
-    ratios_R = rates[plain_rates > 0] / plain_rates[plain_rates > 0]
-    rate, plain_rate = tokens.sum() / seconds.sum(), plain_tokens.sum() / plain_seconds.sum()
-    measured = tokens.sum() > 0  # not where prefill gave every text's only token
+def _measurements(group: list[Outcome], reference: list[Outcome]) -> dict:
+    """What the metrics are made of; `reference`: plain decoding of the same prompts."""
+    tokens_P, seconds_P = _tokens_and_seconds(group)
+    plain_tokens_P, plain_seconds_P = _tokens_and_seconds(reference)
     return {
         "samples": sum(len(outcome.prompts) for outcome in group),
         "tokens": sum(outcome.run.new_tokens for outcome in group),
-        "tokens_per_second": float(rate) if measured else None,
-        "speedup_vs_ar": float(rate / plain_rate) if measured else None,
-        "interval": _interval(ratios_R) if measured and len(group) > 1 else None,
-        "decode_seconds": float(seconds.sum()),
-        "prefill_seconds": float(np.mean([outcome.run.prefill_seconds for outcome in group])),
+        "tokens_P": tokens_P,
+        "seconds_P": seconds_P,
+        "plain_tokens_P": plain_tokens_P,
+        "plain_seconds_P": plain_seconds_P,
+        "prefill_P": np.array([outcome.run.prefill_seconds for outcome in group]),
+        **_of_steps([step for outcome in group for step in outcome.run.steps]),
     }
-
-
-def _interval(ratios_R: np.ndarray) -> list[float]:
-    return [float(edge) for edge in np.percentile(ratios_R, [2.5, 97.5])]
 
 
 def _tokens_and_seconds(group: list[Outcome]) -> tuple[np.ndarray, np.ndarray]:
     """Decoded tokens (prefill's own not counted) and seconds of each batch; texts of one token count for nothing."""
-    tokens = np.array([outcome.run.new_tokens - len(outcome.prompts) for outcome in group], float)
-    seconds = np.array([outcome.run.decode_seconds for outcome in group])
-    return tokens, np.maximum(seconds, 1e-9)
+    tokens_P = np.array([outcome.run.new_tokens - len(outcome.prompts) for outcome in group], float)
+    seconds_P = np.array([outcome.run.decode_seconds for outcome in group])
+    return tokens_P, np.maximum(seconds_P, 1e-9)
 
 
-def _steps(steps: list[Step]) -> dict:
-    """Means over steps; null where every text ended with the token that prefill gave."""
+def _of_steps(steps: Sequence[Step]) -> dict:
+    """What the steps measured: none where every text ended with the token that prefill gave, no times where the loop is
+    not ours."""
     if not steps:
-        names = ["acceptance_length", "acceptance_by_depth", "active_experts", "active_experts_by_layer"]
-        names += ["verified_tokens_per_step", *_TIMES]
-        return {"steps": 0} | dict.fromkeys(names)
-    active_NL = np.array([step.active_by_layer() for step in steps])
-    emitted = np.array([count for step in steps for count in step.emitted])
+        return {"steps": 0}
+    found = {metric.key: [metric.step(step) for step in steps] for metric in step_metrics()}
     return {
         "steps": len(steps),
-        "acceptance_length": float(emitted.mean()),
-        "acceptance_by_depth": [float((emitted > depth).mean()) for depth in range(1, int(emitted.max()))],
-        "active_experts": float(active_NL.mean()),
-        "active_experts_by_layer": active_NL.mean(0).tolist(),
-        "verified_tokens_per_step": float(np.mean([count for step in steps for count in step.verified])),
-        **_times(steps),
+        "emitted_R": np.array([count for step in steps for count in step.emitted]),
+        "verified_R": np.array([count for step in steps for count in step.verified]),
+        **{key: np.array(values) for key, values in found.items() if all(value is not None for value in values)},
     }
-
-
-def _times(steps: list[Step]) -> dict:
-    """Mean seconds per step by phase; null for a loop that is not ours."""
-    if steps[0].clock is None:
-        return dict.fromkeys(_TIMES)
-    seconds = [step.clock.seconds() for step in steps]
-    phases = {f"t_{phase}": float(np.mean([times[phase] for times in seconds])) for phase in PHASES}
-    total = float(np.mean([step.clock.total() for step in steps]))
-    return {**phases, "t_other": total - sum(phases.values()), "t_step": total}
 
 
 def _lossless(plan: MethodPlan, found: list[Difference]) -> object:

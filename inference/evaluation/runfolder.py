@@ -13,9 +13,9 @@ from ecospec.inference.config import DecodingConfig, EvalConfig
 from ecospec.inference.evaluation.evaluate import Outcome, evaluate
 from ecospec.inference.evaluation.results import folder_name, summarise, write_steps
 from ecospec.inference.evaluation.turns import require_room
+from ecospec.inference.metrics.metric import RESULTS
 from ecospec.inference.preflight import preflight
-from ecospec.inference.report.document import read_runs, write_report
-from ecospec.inference.report.tables import markdown_table
+from ecospec.inference.report.document import markdown_table, read_runs, write_report
 from ecospec.provenance import Provenance
 from ecospec.tracing.target.loading import load_target, load_target_config, load_tokenizer
 
@@ -33,8 +33,9 @@ def run_eval(config: EvalConfig, output: Path) -> str:
     shown = _Shown(config, plans)
     target = load_target(config.target)
     outcomes, differences = evaluate(config, target, plans, prompts)
-    runs = [shown.with_overlap(run) for run in summarise(config, target, plans, outcomes, differences, shown.seen)]
-    results = {"runs": runs, "ladder": shown.ladder, "notice": config.notice}
+    runs = summarise(config, target, plans, outcomes, differences, shown.seen, shown.overlaps)
+    rows = [run.to_json(RESULTS) for run in runs]
+    results = {"runs": rows, "ladder": shown.ladder, "notice": config.notice}
     replace_folder(output, lambda folder: _write(folder, output.name, config, results, outcomes))
     return markdown_table(read_runs([output]))
 
@@ -76,10 +77,10 @@ class _Shown:
             ladder[source if kinds.count(source) == 1 else f"{source} ({name})"] = numbers
         return {name: {"overlap": numbers["overlap"]} for name, numbers in ladder.items()}
 
-    def with_overlap(self, run: dict) -> dict:
-        """`run` with its model's held-out overlap; null for tables, which were counted from other traces."""
-        key = (run["footprints"], run["predictor"])
-        return run | {"overlap": self.metrics[key]["overlap"] if run["predictor"] else None}
+    @property
+    def overlaps(self) -> dict[tuple[str, str], float]:
+        """Held-out overlap of each trained model; tables have none, they are counted from other traces."""
+        return {key: numbers["overlap"] for key, numbers in self.metrics.items()}
 
 
 def _trained_on(folder: Path) -> list[str]:
@@ -89,7 +90,7 @@ def _trained_on(folder: Path) -> list[str]:
 
 
 def _write(folder: Path, name: str, config: EvalConfig, results: dict, outcomes: list[Outcome]) -> None:
-    write_json(folder / "results.json", results)
+    write_json(folder / RESULTS, results)
     write_steps(folder / "steps.parquet", outcomes)
     Provenance.of(config, threads=torch.get_num_threads(), caches=_caches()).write(folder)
     write_report([folder], folder, name)

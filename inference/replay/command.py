@@ -15,6 +15,7 @@ from ecospec.inference.evaluation.evaluate import sample_seed, sampling_options
 from ecospec.inference.evaluation.results import folder_name
 from ecospec.inference.evaluation.runfolder import prompts_in_context
 from ecospec.inference.evaluation.turns import Turns
+from ecospec.inference.metrics.metric import REPLAY
 from ecospec.inference.preflight import preflight
 from ecospec.inference.replay.record import TreeRecorder
 from ecospec.inference.replay.results import replay
@@ -27,7 +28,7 @@ from ecospec.provenance import Provenance
 from ecospec.tracing.target.loading import Target, lab_folder, load_target
 from ecospec.tracing.target.requests import prompt_ids
 
-TREES, REPLAY = "trees.parquet", "replay.json"
+TREES = "trees.parquet"
 
 
 def run_record(config: RecordConfig, output: Path) -> str:
@@ -87,12 +88,12 @@ def run_replay(config: ReplayConfig, output: Path) -> str:
     runs = replay(trees, combinations(chosen.policy, named, chosen.gamma, chosen.epsilon), sources)
 
     def write(folder: Path) -> None:
-        write_json(folder / REPLAY, {"runs": runs})
+        write_json(folder / REPLAY, {"runs": [run.to_json(REPLAY) for run in runs]})
         Provenance.of(config).write(folder)
 
     replace_folder(output, write)
-    last = runs[-1]["dataset"] if runs else None
-    return replay_table([run for run in runs if run["dataset"] == last])
+    last = runs[-1].dataset if runs else None
+    return replay_table([run for run in runs if run.dataset == last])
 
 
 def _identity(

@@ -8,26 +8,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from ecospec.inference.replay.modelled_speed import modelled_speedups
+from ecospec.bootstrap import estimate, ratio, resampled_sums
+from ecospec.inference.metrics.rows import RunRow
 from ecospec.inference.replay.stepping import Combination, Replay, Sources, Steps
 from ecospec.inference.replay.treefile import TARGET, Identity, TreeSet
 from ecospec.inference.selection.greedy import EPSILON
 from ecospec.progress import progress
 
-RESAMPLES = 1000
 REFERENCE = "confidence"
 ALL = "all"  # the data sets of a file together, where there are several
-_NOT_MEASURED = (
-    "tokens_per_second",
-    "speedup_vs_ar",
-    "interval",
-    *(f"t_{phase}" for phase in ("draft", "predict", "select", "verify", "accept", "other", "step")),
-    "prefill_seconds",
-    "lossless",
-)
 
 
-def replay(trees: TreeSet, combinations: Sequence[Combination], sources: Sources | None = None) -> list[dict]:
+def replay(trees: TreeSet, combinations: Sequence[Combination], sources: Sources | None = None) -> list[RunRow]:
     """A run for each data set and combination, in that order, and last for all data sets together.
 
     Raises InputError for a footprint source that is not there.
@@ -40,10 +32,10 @@ def replay(trees: TreeSet, combinations: Sequence[Combination], sources: Sources
         groups = {one: [by_prompt[prompt_id] for prompt_id in prompts] for one, by_prompt in steps.items()}
         sums = {one: _sums(group) for one, group in groups.items()}
         for combination in combinations:
-            known = _identity(identity, combination) | {"dataset": dataset, "samples": len(prompts)}
-            run = known | dict.fromkeys(_NOT_MEASURED) | _means(groups[combination])
-            run |= compared(*(sums.get(one) for one in (combination, _eagles(combination), _oracles(combination))))
-            runs.append(run | _modelled(run, trees.seconds))
+            known = replace(_described(identity, combination), dataset=dataset)
+            others = {"top_k": identity.top_k, "source_share": _source_share(known, trees.seconds)}
+            others |= compared(*(sums.get(one) for one in (combination, _eagles(combination), _oracles(combination))))
+            runs.append(known.measured(_measurements(groups[combination]) | others))
     return runs
 
 
@@ -64,24 +56,23 @@ def _groups(identity: Identity) -> list[tuple[str, list[str]]]:
     return groups if len(groups) < 2 else [*groups, (ALL, list(identity.datasets))]
 
 
-def _identity(identity: Identity, combination: Combination) -> dict:
+def _described(identity: Identity, combination: Combination) -> RunRow:
+    """What is replayed: what does not depend on a measurement."""
     needs = combination.needs_footprints
     folders = {"predictor": identity.predictor, **identity.rungs}
-    return {
-        "label": label(combination),
-        "target": identity.target,
-        "drafter": identity.drafter,
-        "selection": combination.policy,
-        "footprints": combination.footprints if needs else None,
-        "predictor": folders.get(combination.footprints) if needs else None,
-        "temperature": identity.temperature,
-        "gamma": combination.gamma,
-        "epsilon": combination.epsilon if needs else None,
-        "tree": identity.tree,
-        "batch_size": 1,
-        "num_experts": identity.num_experts,
-        "top_k": identity.top_k,
-    }
+    return RunRow(
+        label=label(combination),
+        target=identity.target,
+        drafter=identity.drafter,
+        **combination.build().describe(),
+        footprints=combination.footprints if needs else None,
+        predictor=folders.get(combination.footprints) if needs else None,
+        temperature=identity.temperature,
+        tree=identity.tree,
+        batch_size=1,
+        num_experts=identity.num_experts,
+        top_k=identity.top_k,
+    )
 
 
 def label(combination: Combination) -> str:
@@ -92,21 +83,15 @@ def label(combination: Combination) -> str:
     return f"{combination.policy}/{combination.footprints}{epsilon}"
 
 
-def _means(group: list[Steps]) -> dict:
-    """Means over the steps of all prompts; null where no text had a step."""
-    emitted_S = np.concatenate([steps.emitted_S for steps in group])
-    if not len(emitted_S):
-        names = ("acceptance_length", "acceptance_by_depth", "emitted_histogram", "active_experts")
-        return {"steps": 0} | dict.fromkeys((*names, "active_experts_by_layer", "verified_tokens_per_step"))
-    active_SL = np.concatenate([steps.active_SL for steps in group])
-    return {
-        "steps": len(emitted_S),
-        "acceptance_length": float(emitted_S.mean()),
-        "acceptance_by_depth": [float((emitted_S > depth).mean()) for depth in range(1, int(emitted_S.max()))],
-        "emitted_histogram": np.bincount(emitted_S)[1:].tolist(),
-        "active_experts": float(active_SL.mean()),
-        "active_experts_by_layer": active_SL.mean(0).tolist(),
-        "verified_tokens_per_step": float(np.concatenate([steps.verified_S for steps in group]).mean()),
+def _measurements(group: list[Steps]) -> dict:
+    """What the metrics are made of that replay knows; nothing of steps where no text had one."""
+    known = {"samples": len(group), "steps": sum(len(steps.emitted_S) for steps in group)}
+    if not known["steps"]:
+        return known
+    return known | {
+        "emitted_R": np.concatenate([steps.emitted_S for steps in group]),
+        "verified_R": np.concatenate([steps.verified_S for steps in group]),
+        "active_experts": np.concatenate([steps.active_SL for steps in group]),
     }
 
 
@@ -118,62 +103,42 @@ def compared(ours_P3: np.ndarray, eagles_P3: np.ndarray, oracles_P3: np.ndarray 
     repeat with the token id keep much of it, so read it beside α's regret and the modelled speed-up. Each with a 95 %
     interval over the same prompts, null for a single prompt.
     """
-    P = len(ours_P3)
-    picks_RP = np.concatenate([np.arange(P)[None], np.random.default_rng(0).integers(P, size=(RESAMPLES, P))])
-    ours, eagles = _ratios(ours_P3, picks_RP), _ratios(eagles_P3, picks_RP)
-    oracles = dict.fromkeys(ours) if oracles_P3 is None else _ratios(oracles_P3, picks_RP)
-    found, nothing_R = {}, np.full(len(picks_RP), np.nan)
+    P, unknown_P3 = len(ours_P3), np.zeros_like(ours_P3)  # the means of which are NaN
+    sums_PX = np.hstack([ours_P3, eagles_P3, unknown_P3 if oracles_P3 is None else oracles_P3])
+    ours, eagles, oracles = (_means(sums_R3) for sums_R3 in np.split(resampled_sums(sums_PX), 3, axis=1))
+    found = {}
     for name, ours_R in ours.items():
         found |= _estimate(f"{name}_difference", ours_R - eagles[name], P)
-        found |= _estimate(f"{name}_regret", nothing_R if oracles_P3 is None else ours_R - oracles[name], P)
-    kept_R = nothing_R
-    if oracles_P3 is not None:
-        saved_R = eagles["active_experts"] - oracles["active_experts"]
-        kept_R = (eagles["active_experts"] - ours["active_experts"]) / np.where(saved_R > 0, saved_R, np.nan)
-        if not (saved_R > 0).all():
-            kept_R[1:] = np.nan
+        found |= _estimate(f"{name}_regret", ours_R - oracles[name], P)
+    saved_R = eagles["active_experts"] - oracles["active_experts"]
+    kept_R = ratio(eagles["active_experts"] - ours["active_experts"], saved_R)
+    if not (saved_R > 0).all():
+        kept_R[1:] = np.nan
     return found | _estimate("saving_kept", kept_R, P)
 
 
-def _ratios(sums_P3: np.ndarray, picks_RP: np.ndarray) -> dict[str, np.ndarray]:
-    """α and 𝓔 of each resample, [R]."""
-    return {
-        name: _ratio(sums_P3[picks_RP], column)
-        for column, name in enumerate(("acceptance_length", "active_experts"), 1)
-    }
+def _means(sums_R3: np.ndarray) -> dict[str, np.ndarray]:
+    """α and 𝓔 of each resample, [R]; NaN without steps."""
+    steps_R, tokens_R, active_R = sums_R3.T
+    return {"acceptance_length": ratio(tokens_R, steps_R), "active_experts": ratio(active_R, steps_R)}
 
 
 def _estimate(name: str, values_R: np.ndarray, prompts: int) -> dict:
-    """The first value and the middle 95 % of the others; null for what is NaN."""
-    resampled_R = values_R[1:][~np.isnan(values_R[1:])]
-    interval = None
-    if prompts > 1 and len(resampled_R):
-        interval = [float(edge) for edge in np.percentile(resampled_R, [2.5, 97.5])]
-    return {name: None if np.isnan(values_R[0]) else float(values_R[0]), f"{name}_interval": interval}
+    """An estimate and its interval, which takes several prompts."""
+    value, ends = estimate(values_R)
+    return {name: value, f"{name}_interval": ends if prompts > 1 else None}
 
 
-def _modelled(run: dict, seconds: Mapping[str, float]) -> dict:
-    """Modelled speed-ups; `source_share`: the footprint source's measured part of a plain step, null where unknown.
+def _source_share(run: RunRow, seconds: Mapping[str, float]) -> float | None:
+    """The footprint source's measured part of a plain step: none without a source, None where unknown.
 
-    On a target that is not bound by memory, as the lab's, that share says little of a large one.
+    On a target that is not bound by memory, as the lab's, it says little of a large one.
     """
-    share = 0.0 if run["footprints"] is None else None
-    if run["footprints"] in seconds:
-        share = seconds[run["footprints"]] / seconds[TARGET]
-    found = {"source_share": share, "modelled_speedup": None, "modelled_speedup_with_source": None}
-    if run["steps"]:
-        known = (run["acceptance_length"], run["active_experts"], run["top_k"])
-        found["modelled_speedup"] = modelled_speedups(*known)
-        found["modelled_speedup_with_source"] = None if share is None else modelled_speedups(*known, share)
-    return found
+    if run.footprints is None:
+        return 0.0
+    return seconds[run.footprints] / seconds[TARGET] if run.footprints in seconds else None
 
 
 def _sums(group: list[Steps]) -> np.ndarray:
     """float64 [P, 3]: each prompt's steps, tokens, and active experts (mean over layers) summed over its steps."""
     return np.array([[len(s.emitted_S), s.emitted_S.sum(), s.active_SL.mean(-1).sum()] for s in group], float)
-
-
-def _ratio(sums_XP3: np.ndarray, column: int) -> np.ndarray:
-    """A mean over the steps of the prompts in [..., P, 3]; NaN without steps."""
-    steps, total = sums_XP3[..., 0].sum(-1), sums_XP3[..., column].sum(-1)
-    return np.divide(total, steps, out=np.full_like(total, np.nan), where=steps > 0)

@@ -1,44 +1,25 @@
 """Replayed runs as a Markdown table."""
 
-from ecospec.inference.replay.modelled_speed import FIXED_SHARE
+from collections.abc import Sequence
 
-_HEADINGS = (
-    "γ",
-    "selection",
-    "α",
-    "𝓔",
-    "α beyond EAGLE's",
-    "𝓔 beyond EAGLE's",
-    "α beyond oracle's",
-    "𝓔 beyond oracle's",
-    "saving kept",
-    f"modelled speed-up ({', '.join(FIXED_SHARE)})",
-)
-_DIFFERENCES = tuple(
-    f"{name}_{kind}" for kind in ("difference", "regret") for name in ("acceptance_length", "active_experts")
-)
+from ecospec.inference.metrics.metric import Metric
+from ecospec.inference.metrics.rows import RunRow
+from ecospec.inference.metrics.table import METRICS
+from ecospec.report.table import DASH, Table
 
 
-def replay_table(runs: list[dict]) -> str:
+def replay_table(runs: Sequence[RunRow]) -> str:
     """A row a run, with 95 % intervals; a dash for what does not apply."""
-    rows = [_HEADINGS, ["---" if heading == "selection" else "---:" for heading in _HEADINGS]]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (*rows, *map(_cells, runs)))
+    shown = [metric for metric in METRICS if metric.replay_heading]
+    headings = ["γ", "selection", *(metric.replay_heading for metric in shown)]
+    numeric = [heading != "selection" for heading in headings]
+    rows = [[str(run.gamma), run.label, *(_cell(run, metric) for metric in shown)] for run in runs]
+    return Table(headings, numeric, rows).markdown()
 
 
-def _cells(run: dict) -> list[str]:
-    speedups = run["modelled_speedup"]
-    return [
-        str(run["gamma"]),
-        run["label"],
-        *(_estimate(run, name, ".2f") for name in ("acceptance_length", "active_experts")),
-        *(_estimate(run, name, "+.2f") for name in _DIFFERENCES),
-        _estimate(run, "saving_kept", ".2f"),
-        "–" if speedups is None else ", ".join(f"{value:.2f}" for value in speedups.values()),
-    ]
-
-
-def _estimate(run: dict, name: str, form: str) -> str:
-    value, interval = run[name], run.get(f"{name}_interval")
+def _cell(run: RunRow, metric: Metric) -> str:
+    value, interval = run[metric.key], run[f"{metric.key}_interval"]
     if value is None:
-        return "–"
-    return f"{value:{form}}" + (f" ({interval[0]:{form}} to {interval[1]:{form}})" if interval else "")
+        return DASH
+    ends = f" ({' to '.join(map(metric.replay_write, interval))})" if interval else ""
+    return metric.replay_write(value) + ends

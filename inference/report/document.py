@@ -11,46 +11,32 @@ from pathlib import Path
 
 from ecospec.errors import InputError, first_few
 from ecospec.files import read_json, write_text
-from ecospec.inference.report.numbers import distinct, name_methods
+from ecospec.inference.metrics.metric import RESULTS
+from ecospec.inference.metrics.phases import style_sheet
+from ecospec.inference.metrics.table import explained_metrics
+from ecospec.inference.report.numbers import ReportRow, distinct, name_methods
 from ecospec.inference.report.plots import figures, ladder_figure
 from ecospec.inference.report.tables import (
     csv_text,
     html_results,
     html_step_times,
-    markdown_table,
-    markdown_text,
+    markdown_results,
     step_title,
     summary,
 )
 from ecospec.report.page import command_line, definitions, provenance_of, render_page, section
+from ecospec.report.table import Table, markdown_text, percent
 
 TITLE = "EcoSpec decoding report"
 REQUIRED = ("label", "dataset", "temperature", "tokens", "steps")
-GLOSSARY = {
-    "step": "one pass of the target model over the tokens to be verified; plain decoding verifies one token per step",
-    "α, acceptance length": "tokens emitted per step, the bonus token included; 1.00 for plain decoding",
-    "𝓔, active experts": "unique routed experts per MoE layer that one step touches; each must be read from memory",
-    "γ": "tokens verified per step, the tree's root included; γ = 4 lets three drafted tokens be tried",
-    "verified": "tokens verified per step as counted",
-    "tokens/s": "tokens emitted per second of decoding, prefill not counted",
-    "speedup": "tokens/s over that of plain decoding on the same prompts at the same batch size",
-    "95 % interval": "of the speedup, over prompts",
-    "lossless": "exact: the same tokens as plain decoding (the reference), one by one; otherwise what differs",
-    "overlap": "share of the target's experts that the footprints used for selection name correctly",
-    "seen in training": "something was trained or fitted on these prompts; pooled rows and plots leave such rows out",
-    "t_draft": "seconds per step to grow the draft tree",
-    "t_predict": "seconds per step to predict the experts of its tokens",
-    "t_select": "seconds per step to choose which of its tokens to verify",
-    "t_verify": "seconds per step of the target's own pass",
-    "t_accept": "seconds per step to accept tokens and compact the cache",
-    "t_other": "what remains of the measured step",
-    "t_step, step": "the whole step",
-    "pooled rows": "means over all steps of all data sets; speed is total tokens over total seconds",
+SEEN = {
+    "seen in training": "something was trained or fitted on these prompts; pooled rows and plots leave such rows out"
 }
+POOLED = {"pooled rows": "means over all steps of all data sets; speed is total tokens over total seconds"}
 
 
-def read_runs(folders: Sequence[Path]) -> list[dict]:
-    """The runs of all folders in order; each also has `run_folder` and its folder's `notice`.
+def read_runs(folders: Sequence[Path]) -> list[ReportRow]:
+    """The runs of all folders in order.
 
     Raises InputError naming the folder or file when one is no run folder or lacks a key that every table needs.
     """
@@ -78,13 +64,15 @@ def write_report(folders: Sequence[Path], output: Path, name: str | None = None)
     return [output / name for name in texts]
 
 
-def render_html(runs: Sequence[dict], provenance: Mapping[str, dict], ladder: Mapping[str, dict] | None = None) -> str:
+def render_html(
+    runs: Sequence[ReportRow], provenance: Mapping[str, dict], ladder: Mapping[str, dict] | None = None
+) -> str:
     """The page, which refers to no other file or host.
 
     `provenance`: run folder's name → its `provenance.json`; `ladder`: predictor's name → metrics with `overlap`.
     """
     named = name_methods(runs)
-    notices = [f'<p class="notice">† {html.escape(notice)}</p>' for notice in distinct(runs, "notice")]
+    notices = [f'<p class="notice">† {html.escape(notice)}</p>' for notice in distinct(run.notice for run in runs)]
     parts = [
         *notices,
         section("Results", html_results(named)),
@@ -92,34 +80,45 @@ def render_html(runs: Sequence[dict], provenance: Mapping[str, dict], ladder: Ma
         figures(named),
         ladder_figure(ladder) if ladder else "",
         html_step_times(named),
-        section("What the columns mean", definitions(GLOSSARY)),
+        section("What the columns mean", definitions(glossary())),
         section("How it was made", "\n".join(provenance_of(name, value) for name, value in provenance.items())),
     ]
-    return render_page(TITLE, summary(runs), parts)
+    return render_page(TITLE, summary(runs), parts, style_sheet())
 
 
 def render_markdown(
-    runs: Sequence[dict], provenance: Mapping[str, dict], ladder: Mapping[str, dict] | None = None
+    runs: Sequence[ReportRow], provenance: Mapping[str, dict], ladder: Mapping[str, dict] | None = None
 ) -> str:
     """The same report without its figures."""
     lines = [f"# {TITLE}", "", markdown_text(summary(runs)), ""]
-    for notice in distinct(runs, "notice"):
+    for notice in distinct(run.notice for run in runs):
         lines += [f"> {markdown_text(notice)}", ""]
     lines += [markdown_table(runs)]
     if ladder:
-        lines += ["### Overlap of expert predictors", "", "| predictor | overlap |", "| --- | ---: |"]
-        lines += [f"| {markdown_text(name)} | {100 * value['overlap']:.1f} % |" for name, value in ladder.items()] + [
-            ""
-        ]
-    lines += ["### Columns", "", *(f"- **{term}**: {meaning}" for term, meaning in GLOSSARY.items()), ""]
+        rows = [[name, percent(metrics["overlap"])] for name, metrics in ladder.items()]
+        table = Table(["predictor", "overlap"], [False, True], rows)
+        lines += ["### Overlap of expert predictors", "", table.markdown(), ""]
+    lines += ["### Columns", "", *(f"- **{term}**: {meaning}" for term, meaning in glossary().items()), ""]
     lines += ["### Made by", ""]
     for name, value in provenance.items():
         lines += [f"- {markdown_text(name)}: `{command_line(value)}`"]
     return "\n".join(lines) + "\n"
 
 
+def markdown_table(runs: Sequence[ReportRow]) -> str:
+    """The result tables in Markdown, one per run folder, temperature and batch size, pooled rows first."""
+    return markdown_results(name_methods(runs))
+
+
+def glossary() -> dict[str, str]:
+    """What the columns mean: those of counts and of speed, and at last the seconds of a step by phase."""
+    terms = [(metric.group == "times", metric.terms) for metric in explained_metrics()]
+    before, times = ({t: text for late, one in terms if late == which for t, text in one.items()} for which in (0, 1))
+    return before | SEEN | times | POOLED
+
+
 def _read_results(folder: Path) -> dict:
-    path = folder / "results.json"
+    path = folder / RESULTS
     if not path.is_file():
         raise InputError(f"{folder}: no run folder (no results.json in it); give the --output of ecospec-decode eval")
     results = read_json(path)
@@ -128,13 +127,14 @@ def _read_results(folder: Path) -> dict:
     return results
 
 
-def _runs_of(folder: Path, name: str) -> list[dict]:
+def _runs_of(folder: Path, name: str) -> list[ReportRow]:
     results = _read_results(folder)
     for index, run in enumerate(results["runs"]):
         missing = [key for key in REQUIRED if run.get(key) is None]
         if missing:
-            raise InputError(f"{folder / 'results.json'}: run {index} lacks {first_few(missing)}")
-    return [{"run_folder": name, "notice": results.get("notice"), **run} for run in results["runs"]]
+            raise InputError(f"{folder / RESULTS}: run {index} lacks {first_few(missing)}")
+    beside = {"run_folder": name, "notice": results.get("notice")}
+    return [ReportRow.from_json(run, **beside, raw=run) for run in results["runs"]]
 
 
 def _merge_ladders(ladders: Mapping[str, dict]) -> dict:
@@ -154,12 +154,12 @@ def _short_names(folders: Sequence[Path]) -> dict[Path, str]:
     return {folder: name if last.count(name) == 1 else str(folder) for folder, name in zip(folders, last, strict=True)}
 
 
-def _html_differences(runs: Sequence[dict]) -> str:
+def _html_differences(runs: Sequence[ReportRow]) -> str:
     """Where a run was not lossless: its differences in full."""
     blocks = []
     for run in runs:
-        if isinstance(run.get("lossless"), list):
-            title = f"{step_title(run)}, {run['dataset']}, T = {run['temperature']:g}"
+        if isinstance(run["lossless"], list):
+            title = f"{step_title(run)}, {run.dataset}, T = {run.temperature:g}"
             items = "".join(f"<li><code>{html.escape(json.dumps(item))}</code></li>" for item in run["lossless"])
             blocks.append(f"<h3>{html.escape(title)}</h3>\n<ul>{items}</ul>")
     return section("Differences from plain decoding", "\n".join(blocks)) if blocks else ""

@@ -2,51 +2,38 @@
 
 Symbols: alpha tokens emitted per step, gamma tokens verified per step, E experts and K experts per token of a layer.
 Every figure takes named runs and shows rows pooled over the data sets that nothing was trained or fitted on.
-Knows nothing of files; drawing is `configs.svg`'s.
+Knows nothing of files; drawing is `ecospec.report.svg`'s.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from ecospec.inference.report.numbers import (
-    SETTING,
-    TIMES,
-    distinct,
-    group_by,
-    is_reference,
-    pool_methods,
-)
-from ecospec.inference.report.tables import milliseconds, setting_title
+from ecospec.inference.metrics.phases import OTHER, PHASES, STEP_KEY
+from ecospec.inference.metrics.table import milliseconds
+from ecospec.inference.report.numbers import ReportRow, by_setting, distinct, group_by, pool_methods
+from ecospec.inference.report.tables import setting_title, several_folders
 from ecospec.report import svg
-from ecospec.report.page import DASH, figure, legend
+from ecospec.report.page import figure, legend
+from ecospec.report.table import DASH, percent
 from ecospec.tracing.stats.counts import chance_experts
 
-PART_NAMES = {
-    "t_draft": "draft",
-    "t_predict": "predict experts",
-    "t_select": "select",
-    "t_verify": "verify",
-    "t_accept": "accept",
-    "t_other": "other",
-}
+PARTS = (*PHASES, OTHER)
 Styles = Mapping[str, svg.Style]
 
 
-def method_styles(runs: Sequence[dict]) -> dict[str, svg.Style]:
+def method_styles(runs: Sequence[ReportRow]) -> dict[str, svg.Style]:
     """A style for each method's name, the same in every figure; plain decoding has its own."""
-    plain = {run["name"] for run in runs if is_reference(run)}
-    others = [name for name in distinct(runs, "name") if name not in plain]
-    indices = {name: index for index, name in enumerate(others)}
-    return {name: svg.style(indices.get(name)) for name in distinct(runs, "name")}
+    plain, names = {run.name for run in runs if run.is_reference}, distinct(run.name for run in runs)
+    indices = {name: index for index, name in enumerate(name for name in names if name not in plain)}
+    return {name: svg.style(indices.get(name)) for name in names}
 
 
-def figures(runs: Sequence[dict]) -> str:
+def figures(runs: Sequence[ReportRow]) -> str:
     """All figures of the runs that have something to show."""
     rows, styles = pool_methods(runs), method_styles(runs)
-    several = len(distinct(runs, "run_folder")) > 1
-    by_setting = list(group_by(rows, lambda row: tuple(row[key] for key in SETTING)).values())
-    by_gamma = [chosen for members in by_setting for chosen in _by_gamma(members)]
-    points = _having(by_setting, "acceptance_length")
+    several, settings = several_folders(runs), by_setting(rows)
+    by_gamma = [chosen for members in settings for chosen in _by_gamma(members)]
+    points = _having(settings, "acceptance_length")
     layers, depths = _having(by_gamma, "active_experts_by_layer"), _having(by_gamma, "acceptance_by_depth")
     drawn = (
         _figure("Tokens per step against experts per step", _SCATTER, points, several, styles, tradeoff),
@@ -57,16 +44,16 @@ def figures(runs: Sequence[dict]) -> str:
     return "\n".join(one for one in drawn if one)
 
 
-def tradeoff(rows: Sequence[dict], title: str, styles: Styles) -> str:
+def tradeoff(rows: Sequence[ReportRow], title: str, styles: Styles) -> str:
     """Alpha over active experts with what chance routing would cost, for the rows of one setting."""
     x_values, y_values = [row["active_experts"] for row in rows], [row["acceptance_length"] for row in rows]
-    gammas, shape = distinct(rows, "gamma"), _expert_counts(rows)
+    gammas, shape = distinct(row.gamma for row in rows), _expert_counts(rows)
     chances = {gamma: chance_experts(gamma, *shape) for gamma in gammas} if shape else {}
     x = svg.nice_axis("active experts 𝓔 per layer and step", [*x_values, *chances.values()], from_zero=True)
     y = svg.nice_axis("tokens per step α", [1.0, *y_values])
     series = []
-    for name, members in group_by(rows, lambda row: row["name"]).items():
-        members = sorted(members, key=lambda row: row["gamma"] or 0)
+    for name, members in group_by(rows, lambda row: row.name).items():
+        members = sorted(members, key=lambda row: row.gamma or 0)
         points = [(row["active_experts"], row["acceptance_length"]) for row in members]
         series.append(svg.Series(name, styles[name], points, [_tradeoff_note(row) for row in members]))
     under = _chance_curve(x, y, *shape) if shape else []
@@ -74,8 +61,8 @@ def tradeoff(rows: Sequence[dict], title: str, styles: Styles) -> str:
     return svg.scatter(title, x, y, series, under)
 
 
-def _tradeoff_note(row: dict) -> str:
-    gamma = "" if row["gamma"] is None else f"γ = {row['gamma']}, "
+def _tradeoff_note(row: ReportRow) -> str:
+    gamma = "" if row.gamma is None else f"γ = {row.gamma}, "
     return f"{gamma}α = {row['acceptance_length']:.2f}, 𝓔 = {row['active_experts']:.1f}"
 
 
@@ -87,22 +74,22 @@ def _chance_curve(x: svg.Axis, y: svg.Axis, num_experts: int, top_k: int) -> lis
     return [svg.polyline(x, y, points, "chance", "6 4")]
 
 
-def step_times(rows: Sequence[dict], title: str) -> str:
+def step_times(rows: Sequence[ReportRow], title: str) -> str:
     """A stacked bar for each row; a row without times keeps its name and a dash."""
     bars = []
     for row in rows:
-        parts = [(key, row[key], f"{PART_NAMES[key]} {milliseconds(row[key])} ms") for key in TIMES if row[key]]
-        timed = row["t_step"] is not None
-        value = f"{milliseconds(row['t_step'])} ms" if timed else DASH
-        bars.append(svg.Bar(row["name"], value, parts if timed else ()))
-    return svg.bar_chart(title, bars, max((row["t_step"] or 0.0 for row in rows), default=0.0))
+        parts = [(p.key, row[p.key], f"{p.label} {milliseconds(row[p.key])} ms") for p in PARTS if row[p.key]]
+        timed = row[STEP_KEY] is not None
+        value = f"{milliseconds(row[STEP_KEY])} ms" if timed else DASH
+        bars.append(svg.Bar(row.name, value, parts if timed else ()))
+    return svg.bar_chart(title, bars, max((row[STEP_KEY] or 0.0 for row in rows), default=0.0))
 
 
-def experts_by_layer(rows: Sequence[dict], title: str, styles: Styles) -> str:
+def experts_by_layer(rows: Sequence[ReportRow], title: str, styles: Styles) -> str:
     """Active experts over the model's own layer numbers."""
     layers = [_layers(row) for row in rows]
     counts = [value for row in rows for value in row["active_experts_by_layer"]]
-    gammas, shape = distinct(rows, "gamma"), _expert_counts(rows)
+    gammas, shape = distinct(row.gamma for row in rows), _expert_counts(rows)
     chance = chance_experts(gammas[0], *shape) if shape and len(gammas) == 1 else None
     x = svg.whole_axis("layer", [number for numbers in layers for number in numbers])
     y = svg.nice_axis("active experts", [*counts, *([chance] if chance else [])], from_zero=True)
@@ -111,7 +98,7 @@ def experts_by_layer(rows: Sequence[dict], title: str, styles: Styles) -> str:
     return svg.line_chart(title, x, y, series, under)
 
 
-def acceptance_by_depth(rows: Sequence[dict], title: str, styles: Styles) -> str:
+def acceptance_by_depth(rows: Sequence[ReportRow], title: str, styles: Styles) -> str:
     """Acceptance over depth below the root."""
     x = svg.whole_axis("depth in the draft tree", [depth for row in rows for depth in _depths(row)])
     y = svg.Axis("accepted", 0.0, 1.02, (0.0, 0.25, 0.5, 0.75, 1.0))
@@ -124,7 +111,7 @@ def ladder_figure(ladder: Mapping[str, dict]) -> str:
     ordered = sorted(ladder.items(), key=lambda item: item[1]["overlap"], reverse=True)
     bars = []
     for name, metrics in ordered:
-        value = f"{100 * metrics['overlap']:.1f} %"
+        value = percent(metrics["overlap"])
         bars.append(
             svg.Bar(name, value, [("learned" if name.startswith("predictor") else "simple", metrics["overlap"], value)])
         )
@@ -135,7 +122,7 @@ def ladder_figure(ladder: Mapping[str, dict]) -> str:
 def _figure(
     heading: str,
     caption: str,
-    panels: Sequence[Sequence[dict]],
+    panels: Sequence[Sequence[ReportRow]],
     several_folders: bool,
     styles: Styles | None,
     draw: Callable[..., str],
@@ -146,7 +133,7 @@ def _figure(
     draw = draw if styles is None else partial(draw, styles=styles)
     titles = [_panel_title(rows, several_folders) for rows in panels]
     drawn = [(title, draw(rows, f"{heading}: {title}")) for title, rows in zip(titles, panels, strict=True)]
-    shown = {row["name"] for rows in panels for row in rows}
+    shown = {row.name for rows in panels for row in rows}
     entries = _part_legend() if styles is None else _method_legend({n: s for n, s in styles.items() if n in shown})
     return figure(heading, caption, entries, drawn)
 
@@ -156,44 +143,44 @@ def _method_legend(styles: Styles) -> str:
 
 
 def _part_legend() -> str:
-    return legend([(svg.swatch(key), f"{name} ({key})") for key, name in PART_NAMES.items()])
+    return legend([(svg.swatch(part.key), f"{part.label} ({part.key})") for part in PARTS])
 
 
-def _by_gamma(rows: Sequence[dict]) -> list[list[dict]]:
+def _by_gamma(rows: Sequence[ReportRow]) -> list[list[ReportRow]]:
     """The rows of each gamma, those without one (plain decoding) in every list."""
-    gammas = distinct(rows, "gamma")
-    return [[row for row in rows if row["gamma"] in (None, gamma)] for gamma in gammas] or [list(rows)]
+    gammas = distinct(row.gamma for row in rows)
+    return [[row for row in rows if row.gamma in (None, gamma)] for gamma in gammas] or [list(rows)]
 
 
-def _having(panels: Sequence[Sequence[dict]], key: str) -> list[list[dict]]:
+def _having(panels: Sequence[Sequence[ReportRow]], key: str) -> list[list[ReportRow]]:
     """The panels with the rows whose `key` is neither null nor empty, without panels that have none."""
     kept = [[row for row in rows if row[key]] for rows in panels]
     return [rows for rows in kept if rows]
 
 
-def _panel_title(rows: Sequence[dict], several_folders: bool) -> str:
-    gammas = distinct(rows, "gamma")
+def _panel_title(rows: Sequence[ReportRow], several_folders: bool) -> str:
+    gammas = distinct(row.gamma for row in rows)
     written = f", γ = {gammas[0]}" if len(gammas) == 1 else ""
     return setting_title(rows[0], several_folders) + written
 
 
-def _expert_counts(rows: Sequence[dict]) -> tuple[int, int] | None:
+def _expert_counts(rows: Sequence[ReportRow]) -> tuple[int, int] | None:
     """(E, K) where all rows have the same."""
-    counts = {(row["num_experts"], row["top_k"]) for row in rows}
+    counts = {(row.num_experts, row.top_k) for row in rows}
     return next(iter(counts)) if len(counts) == 1 and None not in next(iter(counts)) else None
 
 
-def _layers(row: dict) -> list[int]:
-    return row["moe_layers"] or list(range(len(row["active_experts_by_layer"])))
+def _layers(row: ReportRow) -> list[int]:
+    return row.moe_layers or list(range(len(row["active_experts_by_layer"])))
 
 
-def _depths(row: dict) -> list[int]:
+def _depths(row: ReportRow) -> list[int]:
     return list(range(1, len(row["acceptance_by_depth"]) + 1))
 
 
-def _over(row: dict, numbers: Sequence[int], key: str, styles: Styles) -> svg.Series:
+def _over(row: ReportRow, numbers: Sequence[int], key: str, styles: Styles) -> svg.Series:
     points = [(number, value) for number, value in zip(numbers, row[key], strict=True) if value is not None]
-    return svg.Series(row["name"], styles[row["name"]], points, [f"{a}: {b:.3g}" for a, b in points])
+    return svg.Series(row.name, styles[row.name], points, [f"{a}: {b:.3g}" for a, b in points])
 
 
 _SCATTER = (

@@ -1,7 +1,6 @@
-"""The tables of a report as HTML, Markdown and CSV, and how each number is written.
+"""The tables of a report as HTML, Markdown and CSV.
 
-Symbols: alpha tokens emitted per step, gamma tokens verified per step, E active experts (the curly E of the headings).
-A field that is null is an en dash. Knows nothing of files; the numbers come ready from `report_numbers`.
+A field that is null is an en dash. Knows nothing of files; the numbers come ready from `numbers`.
 """
 
 import csv
@@ -10,59 +9,25 @@ import io
 import json
 from collections.abc import Sequence
 
-from ecospec.inference.report.numbers import (
-    SETTING,
-    TIMES,
-    Group,
-    Table,
-    distinct,
-    group_by,
-    is_ecospec,
-    make_tables,
-    name_methods,
-    pool_methods,
-)
-from ecospec.report.page import DASH, Column, cell, decimals, html_row, html_table
+from ecospec.inference.metrics.table import shown_metrics, time_metrics
+from ecospec.inference.report.numbers import Group, ReportRow, by_setting, distinct, make_groups, pool_methods
+from ecospec.report.table import Column, Table, html_row, html_table, markdown_text
+
+GAMMA = Column("gamma", "γ", str)
 
 
-def milliseconds(seconds: float) -> str:
-    value = 1000 * seconds
-    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+def result_columns(runs: Sequence[ReportRow]) -> list[Column]:
+    """γ and the metrics with a column, some of them only where some run has a value."""
+    shown = [one for one in shown_metrics() if one.always or any(run[one.key] is not None for run in runs)]
+    return [GAMMA, *(metric.column() for metric in shown)]
 
 
-def _verdict(value: object) -> str:
-    """`exact` and its like as they are; for a list of differences, how many."""
-    if isinstance(value, list):
-        return f"{len(value)} difference{'s' * (len(value) != 1)}"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-RESULTS = (
-    Column("gamma", "γ", str),
-    Column("acceptance_length", "α", decimals(2)),
-    Column("active_experts", "𝓔", decimals(1)),
-    Column("verified_tokens_per_step", "verified", decimals(2)),
-    Column("tokens_per_second", "tokens/s", decimals(1), timed=True),
-    Column("speedup_vs_ar", "speedup", decimals(2, "×"), timed=True),
-    Column("interval", "95 % interval", lambda pair: f"{pair[0]:.2f}{DASH}{pair[1]:.2f}", timed=True),
-    Column("t_step", "step, ms", milliseconds, timed=True),
-    Column("overlap", "overlap", lambda share: f"{100 * share:.1f} %"),
-    Column("lossless", "lossless", _verdict, numeric=False),
-    Column("tokens", "tokens", decimals(0)),
-)
-STEP_TIMES = tuple(Column(key, key, milliseconds, timed=True) for key in (*TIMES, "t_step"))
-
-
-def result_columns(runs: Sequence[dict]) -> tuple[Column, ...]:
-    """All result columns, `overlap` only where some run has it."""
-    return tuple(column for column in RESULTS if column.key != "overlap" or distinct(runs, "overlap"))
-
-
-def setting_title(setting: dict, several_folders: bool) -> str:
-    parts = [setting["run_folder"]] if several_folders else []
-    parts.append(f"T = {setting['temperature']:g}")
-    if setting["batch_size"] is not None:
-        parts.append(f"batch size {setting['batch_size']}")
+def setting_title(row: ReportRow, several_folders: bool) -> str:
+    """What a row shares with all others of its setting."""
+    parts = [row.run_folder] if several_folders else []
+    parts.append(f"T = {row.temperature:g}")
+    if row.batch_size is not None:
+        parts.append(f"batch size {row.batch_size}")
     return ", ".join(parts)
 
 
@@ -70,60 +35,58 @@ def group_title(group: Group) -> str:
     return group.dataset if group.dataset is not None else f"All data sets ({group.datasets})"
 
 
-def row_title(row: dict, group: Group) -> str:
+def row_title(row: ReportRow, group: Group) -> str:
     """The method's name, with what keeps the row from being compared with its neighbours."""
-    if group.dataset is None and len(row["datasets"]) < group.datasets:
-        return f"{row['name']} ({len(row['datasets'])} of {group.datasets} sets)"
-    return f"{row['name']} (seen in training)" if row.get("seen") else row["name"]
+    if group.dataset is None and len(row.datasets) < group.datasets:
+        return f"{row.name} ({len(row.datasets)} of {group.datasets} sets)"
+    return f"{row.name} (seen in training)" if row.seen else row.name
 
 
-def html_results(runs: Sequence[dict]) -> str:
+def html_results(runs: Sequence[ReportRow]) -> str:
     """The result tables of named runs, each in a container of its own that scrolls."""
-    columns, several = result_columns(runs), len(distinct(runs, "run_folder")) > 1
-    return "\n".join(_html_results_table(table, columns, several) for table in make_tables(runs))
+    columns, several = result_columns(runs), several_folders(runs)
+    return "\n".join(_html_results_table(rows, columns, several) for rows in by_setting(runs))
 
 
-def _html_results_table(table: Table, columns: Sequence[Column], several_folders: bool) -> str:
-    notice = any(row.get("notice") for group in table.groups for row in group.rows)
-    bodies = [_html_group(group, columns) for group in table.groups]
-    return html_table(setting_title(table.setting, several_folders), "method", columns, bodies, marked=notice)
+def several_folders(runs: Sequence[ReportRow]) -> bool:
+    return len({run.run_folder for run in runs}) > 1
+
+
+def _html_results_table(rows: Sequence[ReportRow], columns: Sequence[Column], several: bool) -> str:
+    bodies = [_html_group(group, columns) for group in make_groups(rows)]
+    notice = any(row.notice for row in rows)
+    return html_table(setting_title(rows[0], several), "method", columns, bodies, marked=notice)
 
 
 def _html_group(group: Group, columns: Sequence[Column]) -> str:
     title = f'<th class="group" colspan="{len(columns) + 1}" scope="rowgroup">{html.escape(group_title(group))}</th>'
-    rows = [html_row(row, row_title(row, group), columns, is_ecospec(row)) for row in group.rows]
+    rows = [html_row(row.cells, row_title(row, group), columns, row.is_ecospec) for row in group.rows]
     return "\n".join(["<tbody>", f"<tr>{title}</tr>", *rows, "</tbody>"])
 
 
-def markdown_table(runs: Sequence[dict]) -> str:
-    """The result tables in Markdown, one per run folder, temperature and batch size, pooled rows first."""
-    runs = name_methods(runs)
-    columns, several = result_columns(runs), len(distinct(runs, "run_folder")) > 1
-    return "\n\n".join(_markdown_results_table(table, columns, several) for table in make_tables(runs)) + "\n"
+def markdown_results(runs: Sequence[ReportRow]) -> str:
+    """The result tables of named runs in Markdown, pooled rows first."""
+    columns, several = result_columns(runs), several_folders(runs)
+    return "\n\n".join(_markdown_results_table(rows, columns, several) for rows in by_setting(runs)) + "\n"
 
 
-def _markdown_results_table(table: Table, columns: Sequence[Column], several_folders: bool) -> str:
-    rows = [["data set", "method", *(column.heading for column in columns)]]
-    rows.append(["---", "---", *("---:" if column.numeric else "---" for column in columns)])
-    for group in table.groups:
-        for row in group.rows:
-            rows.append([group_title(group), row_title(row, group), *(cell(row, column) for column in columns)])
-    lines = [f"| {' | '.join(map(markdown_text, row))} |" for row in rows]
-    return "\n".join([f"### {markdown_text(setting_title(table.setting, several_folders))}", "", *lines])
+def _markdown_results_table(rows: Sequence[ReportRow], columns: Sequence[Column], several: bool) -> str:
+    cells = [
+        ([group_title(group), row_title(row, group)], row.cells) for group in make_groups(rows) for row in group.rows
+    ]
+    table = Table.of(["data set", "method"], columns, cells).markdown()
+    return f"### {markdown_text(setting_title(rows[0], several))}\n\n{table}"
 
 
-def markdown_text(text: str) -> str:
-    """`text` as it is shown: no tags, no column breaks, one line."""
-    return " ".join(html.escape(text, quote=False).replace("\\", "\\\\").replace("|", "\\|").split())
-
-
-def csv_text(runs: Sequence[dict]) -> str:
-    """A row for each run with all its keys; text as it is, null empty, anything else as JSON. No pooled rows."""
-    keys = list(dict.fromkeys(key for run in runs for key in run))
+def csv_text(runs: Sequence[ReportRow]) -> str:
+    """A row for each run with all keys that its file has; text as it is, null empty, anything else as JSON. No pooled
+    rows."""
+    rows = [{"run_folder": run.run_folder, "notice": run.notice, **run.raw} for run in runs]
+    keys = distinct(key for row in rows for key in row)
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(keys)
-    writer.writerows([_csv_cell(run.get(key)) for key in keys] for run in runs)
+    writer.writerows([_csv_cell(row.get(key)) for key in keys] for row in rows)
     return buffer.getvalue()
 
 
@@ -133,10 +96,10 @@ def _csv_cell(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def summary(runs: Sequence[dict]) -> str:
+def summary(runs: Sequence[ReportRow]) -> str:
     """One sentence: what was decoded with what."""
-    methods, datasets = distinct(runs, "label"), distinct(runs, "dataset")
-    temperatures = " and ".join(f"{value:g}" for value in sorted(distinct(runs, "temperature")))
+    methods, datasets = distinct(run.label for run in runs), distinct(run.dataset for run in runs)
+    temperatures = " and ".join(f"{value:g}" for value in sorted(distinct(run.temperature for run in runs)))
     tokens = sum(run["tokens"] for run in runs)
     return (
         f"{_listing(methods, 'decoding method')} on {_listing(datasets, 'data set')}, "
@@ -152,17 +115,17 @@ def _listing(values: Sequence[str], noun: str) -> str:
     return f"{_count(values, noun)} ({', '.join(values)})"
 
 
-def html_step_times(runs: Sequence[dict]) -> str:
+def html_step_times(runs: Sequence[ReportRow]) -> str:
     """Milliseconds per step and part, pooled over data sets, of named runs; folded away."""
-    several, tables = len(distinct(runs, "run_folder")) > 1, []
-    for rows in group_by(pool_methods(runs), lambda row: tuple(row[key] for key in SETTING)).values():
-        body = "\n".join(
-            ["<tbody>", *(html_row(row, step_title(row), STEP_TIMES, is_ecospec(row)) for row in rows), "</tbody>"]
-        )
-        tables.append(html_table(f"{setting_title(rows[0], several)}, ms per step", "method", STEP_TIMES, [body]))
+    columns = [metric.column(metric.key) for metric in time_metrics()]
+    several, tables = several_folders(runs), []
+    for rows in by_setting(pool_methods(runs)):
+        lines = [html_row(row.cells, step_title(row), columns, row.is_ecospec) for row in rows]
+        body = "\n".join(["<tbody>", *lines, "</tbody>"])
+        tables.append(html_table(f"{setting_title(rows[0], several)}, ms per step", "method", columns, [body]))
     summary_line = "<summary>Times per step as a table</summary>"
     return "\n".join(["<details>", summary_line, *tables, "</details>"]) if tables else ""
 
 
-def step_title(row: dict) -> str:
-    return row["name"] if row.get("gamma") is None else f"{row['name']}, γ\u00a0=\u00a0{row['gamma']}"
+def step_title(row: ReportRow) -> str:
+    return row.name if row.gamma is None else f"{row.name}, γ\u00a0=\u00a0{row.gamma}"

@@ -4,33 +4,20 @@ from collections.abc import Mapping
 
 from ecospec.predictor.evaluation.metrics import GeneralisationMetrics
 from ecospec.predictor.kinds import yardstick
-from ecospec.report.page import (
-    Column,
-    definitions,
-    figure,
-    html_row,
-    html_table,
-    legend,
-    provenance_of,
-    render_page,
-    section,
-)
+from ecospec.report.page import definitions, figure, legend, provenance_of, render_page, section
 from ecospec.report.svg import Axis, Series, line_chart, nice_axis, style, swatch
+from ecospec.report.table import Column, html_row, html_table, percent
 
 TITLE = "EcoSpec predictor: how far it carries"
 TOKENS = 1000  # tokens are drawn in thousands
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
-
 BESIDE = yardstick().name
 COLUMNS = (
-    Column("seen", "trained on it", _percent),
-    Column("unseen", "not trained on it", _percent),
-    Column(f"{BESIDE}_seen", f"{BESIDE}, counted on it", _percent),
-    Column(f"{BESIDE}_unseen", f"{BESIDE}, not counted on it", _percent),
+    Column("seen", "trained on it", percent),
+    Column("unseen", "not trained on it", percent),
+    Column(f"{BESIDE}_seen", f"{BESIDE}, counted on it", percent),
+    Column(f"{BESIDE}_unseen", f"{BESIDE}, not counted on it", percent),
 )
 GLOSSARY = {
     "overlap": "share of the target's experts that are among the K predicted ones, over layers and answer positions of "
@@ -58,8 +45,8 @@ def summary(metrics: GeneralisationMetrics) -> str:
     rows = metrics.by_dataset.values()
     seen, unseen = (sum(row[key] for row in rows) / len(rows) for key in ("seen", "unseen"))
     return (
-        f"Overlap on held-out samples, mean of {len(rows)} data sets: {_percent(seen)} where it was trained on, "
-        f"{_percent(unseen)} where it was left out."
+        f"Overlap on held-out samples, mean of {len(rows)} data sets: {percent(seen)} where it was trained on, "
+        f"{percent(unseen)} where it was left out."
     )
 
 
@@ -74,7 +61,7 @@ def _learning_curve(points: list[Mapping]) -> str:
             name,
             style(index),
             [(point["tokens"] / TOKENS, 100 * point[key]) for point in points],
-            [f"{point['tokens']:,} tokens: {_percent(point[key])}" for point in points],
+            [f"{point['tokens']:,} tokens: {percent(point[key])}" for point in points],
         )
         for index, (key, name) in enumerate(NAMES.items())
     ]

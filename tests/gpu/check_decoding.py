@@ -24,7 +24,7 @@ from transformers import DynamicCache, LlamaConfig
 
 from ecospec.inference.decoding.generation import generate_with
 from ecospec.inference.decoding.method import Method
-from ecospec.inference.decoding.statistics import PHASES, StepClock
+from ecospec.inference.decoding.statistics import StepClock
 from ecospec.inference.drafters.eagle3.head import Eagle3Head, default_feature_layers
 from ecospec.inference.drafters.growth import TreeDrafter
 from ecospec.inference.evaluation.lossless import Probe, compare, first_difference, routed
@@ -109,7 +109,7 @@ def step_parts(model: nn.Module, drafter: TreeDrafter) -> dict:
         decode(model, method, ids, 16)
         _, run = decode(model, method, ids, 64)
         seconds = [step.clock.seconds() | {"total": step.clock.total()} for step in run.steps]
-        parts[name] = {key: 1e3 * float(np.median([s[key] for s in seconds])) for key in (*PHASES, "total")}
+        parts[name] = {key: 1e3 * float(np.median([s[key] for s in seconds])) for key in seconds[0]}
     return parts
 
 

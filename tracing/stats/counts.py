@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ecospec.bootstrap import estimate, ratio, resampled_sums
+
 WIDTH = 8
-RESAMPLES = 1000
 WORD = 64
 CHUNK_CELLS = 2**22  # ids or experts worked on at once: 4 MiB of bytes, so that they stay in the cache
 
@@ -233,19 +234,11 @@ def ratios(sums_SC: np.ndarray, counts_SC: np.ndarray) -> list[tuple[float | Non
 
     None for a column that counts nothing, no interval for one that counts in fewer than two samples.
     """
-    S, C = sums_SC.shape
-    generator = np.random.default_rng(0)
-    both_SC = np.hstack([sums_SC, counts_SC]).astype(float)
-    drawn_RC = np.empty((RESAMPLES, 2 * C))
-    for row in drawn_RC:
-        row[:] = np.bincount(generator.integers(S, size=S), minlength=S) @ both_SC
-    results = []
-    for column, total in enumerate(both_SC.sum(0)[C:]):
-        drawn = drawn_RC[drawn_RC[:, C + column] > 0]
-        several = np.count_nonzero(counts_SC[:, column]) > 1
-        ends = np.quantile(drawn[:, column] / drawn[:, C + column], (0.025, 0.975)).tolist() if several else None
-        results.append((float(both_SC[:, column].sum() / total) if total else None, ends))
-    return results
+    both_SX = np.hstack([sums_SC, counts_SC]).astype(float)
+    values_RC = ratio(*np.hsplit(resampled_sums(both_SX), 2))
+    several_C = np.count_nonzero(counts_SC, axis=0) > 1
+    estimates = [estimate(values_R) for values_R in values_RC.T]
+    return [(value, ends if several else None) for (value, ends), several in zip(estimates, several_C, strict=True)]
 
 
 def _shares(sums_L: np.ndarray, count: int) -> list[float] | None:

@@ -4,18 +4,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ecospec.report.page import (
-    DASH,
-    Column,
-    cell,
-    decimals,
-    definitions,
-    html_row,
-    html_table,
-    provenance_of,
-    render_page,
-    section,
-)
+from ecospec.report.page import definitions, provenance_of, render_page, section
+from ecospec.report.table import DASH, Column, Table, cell, decimals, html_row, html_table, percent
 from ecospec.tracing.stats.agreement import MEASURES
 from ecospec.tracing.stats.plots import (
     ALL,
@@ -31,10 +21,6 @@ from ecospec.tracing.stats.plots import (
 TITLE = "EcoSpec routing statistics"
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
-
 def _percent_range(ends: list[float]) -> str:
     return f"{100 * ends[0]:.1f}{DASH}{100 * ends[1]:.1f} %"
 
@@ -43,7 +29,7 @@ LOAD = (
     Column("samples", "samples", decimals(0)),
     Column("tokens", "tokens", decimals(0)),
     Column("entropy_bits", "entropy, bits", decimals(2)),
-    Column("entropy_share", "of log₂ E", _percent),
+    Column("entropy_share", "of log₂ E", percent),
     Column("experts_used", "experts used", decimals(1)),
     Column("experts_for_half", "for half the load", decimals(1)),
     Column("max_over_mean", "max/mean", decimals(2)),
@@ -53,19 +39,19 @@ LOCALITY = (
     Column("union_interval", "95 % interval", lambda ends: f"{ends[0]:.2f}{DASH}{ends[1]:.2f}"),
     Column("union_chance", "chance", decimals(2)),
     Column("union_loads", "of these loads", decimals(2)),
-    Column("reuse", "reuse", _percent),
+    Column("reuse", "reuse", percent),
     Column("reuse_interval", "95 % interval", _percent_range),
-    Column("reuse_chance", "chance", _percent),
-    Column("reuse_loads", "of these loads", _percent),
+    Column("reuse_chance", "chance", percent),
+    Column("reuse_loads", "of these loads", percent),
 )
 PRINTED = ("tokens", "entropy_share", "experts_for_half", "max_over_mean", "union", "union_chance", "reuse")
 AGREEMENT = (
-    Column("overlap", "overlap", _percent),
+    Column("overlap", "overlap", percent),
     Column("overlap_interval", "95 % interval", _percent_range),
-    Column("overlap_all", "with prompts", _percent),
+    Column("overlap_all", "with prompts", percent),
     Column("overlap_all_interval", "95 % interval", _percent_range),
-    Column("same_sets", "same sets", _percent),
-    Column("changed_tokens", "changed tokens", _percent),
+    Column("same_sets", "same sets", percent),
+    Column("changed_tokens", "changed tokens", percent),
 )
 GLOSSARY = {
     "all columns": "means over layers",
@@ -121,10 +107,7 @@ def summary(stats: dict) -> str:
 def text_table(stats: dict) -> str:
     """A line for all data sets together, then for each; and the agreement where there is one."""
     columns = [column for column in (*LOAD, *LOCALITY) if column.key in PRINTED]
-    lines = [["data set", *(column.heading for column in columns)]]
-    lines += [[name, *(cell(row, column) for column in columns)] for name, row in _rows(stats).items()]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    table = "\n".join("  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines)
+    table = Table.of(["data set"], columns, [([name], row) for name, row in _rows(stats).items()]).text()
     if "agreement" not in stats:
         return table
     found = _flat(stats["agreement"]["overall"])

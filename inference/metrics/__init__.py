@@ -1,0 +1,1 @@
+"""One table of what is reported of a run; files, pooling, tables and glossary follow. Knows no model and no loop."""
