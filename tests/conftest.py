@@ -29,3 +29,19 @@ def both_cores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with (tmp_path_factory.getbasetemp().parent / "both_cores").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory):
+    """A tiny target with a head, a predictor, prompts and traces."""
+    from tests.decode_lab import make_lab
+
+    return make_lab(tmp_path_factory.mktemp("lab"))
+
+
+@pytest.fixture
+def rungs(lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A method for every footprint source, as YAML; the trained ones are random stand-ins."""
+    from tests.decode_lab import make_rungs
+
+    return make_rungs(lab, tmp_path, monkeypatch)

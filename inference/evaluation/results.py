@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import torch
 
 from ecospec.files import replace_file
-from ecospec.inference.assemble import TRAINED, MethodPlan
-from ecospec.inference.config import DecodeConfig
+from ecospec.inference.assemble import MethodPlan
+from ecospec.inference.config import EvalConfig
 from ecospec.inference.decoding.statistics import Step
 from ecospec.inference.evaluation.evaluate import Outcome
 from ecospec.inference.evaluation.lossless import Difference
@@ -26,7 +26,7 @@ from ecospec.tracing.target.requests import in_chat_template
 
 
 def summarise(
-    config: DecodeConfig,
+    config: EvalConfig,
     target: Target,
     plans: list[MethodPlan],
     outcomes: list[Outcome],
@@ -77,7 +77,7 @@ def _step_rows(outcome: Outcome) -> Iterator[dict]:
             } | shared
 
 
-def _described(config: DecodeConfig, target: Target, outcome: Outcome, seen: set[str]) -> RunRow:
+def _described(config: EvalConfig, target: Target, outcome: Outcome, seen: set[str]) -> RunRow:
     """What was run: what does not depend on a measurement."""
     plan = outcome.plan
     speculative = plan.baseline is None
@@ -86,8 +86,8 @@ def _described(config: DecodeConfig, target: Target, outcome: Outcome, seen: set
         drafter=plan.baseline or plan.drafter.kind,
         **(plan.selection.build().describe() if speculative else {}),
         footprints=plan.footprints,
-        predictor=folder_name(plan.predictor.path) if plan.footprints in TRAINED else None,
-        tree={"steps": plan.drafter.steps, "topk": plan.drafter.topk} if speculative else None,
+        predictor=folder_name(plan.predictor.path) if plan.kind and plan.kind.trained else None,
+        tree=plan.tree,
         dtype=str(target.model.dtype).removeprefix("torch."),
         expert_mib=config.target.expert_mib,
         threads=torch.get_num_threads(),

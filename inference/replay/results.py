@@ -10,7 +10,7 @@ import numpy as np
 
 from ecospec.bootstrap import estimate, ratio, resampled_sums
 from ecospec.inference.metrics.rows import RunRow
-from ecospec.inference.replay.stepping import Combination, Replay, Steps, Tables
+from ecospec.inference.replay.stepping import Combination, Replay, Sources, Steps
 from ecospec.inference.replay.treefile import TARGET, Identity, TreeSet
 from ecospec.inference.selection.greedy import EPSILON
 from ecospec.progress import progress
@@ -19,12 +19,12 @@ REFERENCE = "confidence"
 ALL = "all"  # the data sets of a file together, where there are several
 
 
-def replay(trees: TreeSet, combinations: Sequence[Combination], tables: Tables | None = None) -> list[RunRow]:
+def replay(trees: TreeSet, combinations: Sequence[Combination], sources: Sources | None = None) -> list[RunRow]:
     """A run for each data set and combination, in that order, and last for all data sets together.
 
     Raises InputError for a footprint source that is not there.
     """
-    engine, identity = Replay(trees, tables), trees.identity
+    engine, identity = Replay(trees, sources), trees.identity
     needed = list(dict.fromkeys(one for c in combinations for one in (c, _eagles(c), _oracles(c)) if one))
     steps = {one: engine.steps(one) for one in progress(needed, "selections replayed")}
     runs = []
@@ -68,7 +68,7 @@ def _described(identity: Identity, combination: Combination) -> RunRow:
         footprints=combination.footprints if needs else None,
         predictor=folders.get(combination.footprints) if needs else None,
         temperature=identity.temperature,
-        tree={"steps": identity.steps, "topk": identity.topk},
+        tree=identity.tree,
         batch_size=1,
         num_experts=identity.num_experts,
         top_k=identity.top_k,

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ecospec.errors import InputError
+from ecospec.errors import InputError, first_few
 from ecospec.files import read_json, write_text
 from ecospec.inference.metrics.metric import RESULTS
 from ecospec.inference.metrics.phases import style_sheet
@@ -132,7 +132,7 @@ def _runs_of(folder: Path, name: str) -> list[ReportRow]:
     for index, run in enumerate(results["runs"]):
         missing = [key for key in REQUIRED if run.get(key) is None]
         if missing:
-            raise InputError(f"{folder / RESULTS}: run {index} lacks {', '.join(missing)}")
+            raise InputError(f"{folder / RESULTS}: run {index} lacks {first_few(missing)}")
     beside = {"run_folder": name, "notice": results.get("notice")}
     return [ReportRow.from_json(run, **beside, raw=run) for run in results["runs"]]
 

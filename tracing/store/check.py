@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ecospec.errors import DamageError
+from ecospec.errors import DamageError, first_few
 from ecospec.files import sha256_file
 from ecospec.tracing.store.folder import header_differences
 from ecospec.tracing.store.layout import (
@@ -109,9 +109,8 @@ def _open_part(path: Path, part: dict, manifest: dict, columns: pa.Schema = COLU
     file = open_part(path, columns)
     differences = header_differences(manifest, header_of(file.schema_arrow, path))
     if differences:
-        raise DamageError(
-            f"{path.parent / MANIFEST}: is not what {path.name} was written for ({'; '.join(differences)})"
-        )
+        shown = first_few(differences, separator="; ")
+        raise DamageError(f"{path.parent / MANIFEST}: is not what {path.name} was written for ({shown})")
     if file.metadata.num_rows != part["rows"]:
         raise DamageError(f"{path}: {file.metadata.num_rows} rows where the manifest says {part['rows']}")
     return file

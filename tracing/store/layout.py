@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ecospec.errors import DamageError, InputError
+from ecospec.errors import DamageError, InputError, first_few
 from ecospec.files import read_json
 
 SCHEMA_VERSION = 1
@@ -100,14 +100,14 @@ def read_manifest(folder: str | Path) -> dict:
     manifest = read_json(path)
     missing = _REQUIRED - set(manifest) if isinstance(manifest, dict) else _REQUIRED
     if missing:
-        raise InputError(f"{path}: is no trace manifest (without {', '.join(sorted(missing))})")
+        raise InputError(f"{path}: is no trace manifest (without {first_few(sorted(missing))})")
     if manifest["schema"] != SCHEMA_VERSION:
         raise InputError(f"{path}: has trace schema {manifest['schema']}, this version reads {SCHEMA_VERSION}")
     for key, required in _REQUIRED_WITHIN.items():
         for item in manifest[key] if isinstance(manifest[key], list) else [manifest[key]]:
             missing = required - set(item) if isinstance(item, dict) else required
             if missing:
-                raise _damaged(path, f"{key} without {', '.join(sorted(missing))}")
+                raise _damaged(path, f"{key} without {first_few(sorted(missing))}")
     _require_numbers(manifest, path)
     return manifest
 

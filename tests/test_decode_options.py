@@ -1,0 +1,105 @@
+"""Subcommands of `ecospec-decode` know only keys that they read; an option reaches every method or is refused."""
+
+import json
+
+import pytest
+
+from ecospec.configs import cli
+from ecospec.configs.shipped import shipped_root
+from ecospec.errors import InputError
+from ecospec.inference.assemble import plan_methods
+from ecospec.inference.cli import SUBCOMMANDS, main
+from ecospec.inference.config import EvalConfig
+from tests.config_reads import assert_all_read, watch_reads
+from tests.decode_lab import BASELINES, options
+
+DECODE = sorted(path.parent.name for path in shipped_root().glob("*/decode.yaml"))
+
+
+def evaluated(*argv):
+    config, _ = cli.parse("ecospec-decode eval", EvalConfig, argv, None, SUBCOMMANDS)
+    return plan_methods(config, config.selection, config.methods)
+
+
+@pytest.mark.parametrize("target", DECODE)
+def test_gamma_reaches_every_method_of_every_shipped_configuration(target):
+    changed = evaluated("--config", f"{target}/decode", "--gamma", "8")
+    assert {plan.selection.gamma for plan in changed if plan.baseline is None} == {8}
+    as_shipped = evaluated("--config", f"{target}/decode")
+    assert {plan.selection.gamma for plan in as_shipped if plan.baseline is None} == {4}
+
+
+@pytest.mark.parametrize("option", [("--policy", "random"), ("--footprints", "token")])
+def test_an_option_that_methods_give_themselves_is_refused_naming_them(option):
+    with pytest.raises(InputError, match=r"methods .*EcoSpec.* give their own"):
+        evaluated("--config", "lab/decode", *option)
+
+
+def test_a_method_s_own_gamma_is_not_passed_over_in_silence(tmp_path):
+    config = tmp_path / "own.yaml"
+    config.write_text("methods:\n- {label: plain, drafter: none}\n- {label: mine, selection: {gamma: 2}}\n")
+    with pytest.raises(InputError, match=r"--selection.gamma: the methods mine give their own"):
+        evaluated("--config", str(config), "--gamma", "8")
+    assert evaluated("--config", str(config))[1].selection.gamma == 2
+
+
+def test_a_predictor_stands_beside_those_that_methods_name_themselves():
+    plans = {plan.label: plan for plan in evaluated("--config", "lab/demo", "--predictor", "somewhere")}
+    assert plans["EcoSpec"].predictor.path == "somewhere"
+    assert plans["EcoSpec shipped predictor"].predictor.path == "lab"
+
+
+def test_a_method_of_another_kind_inherits_the_shape_of_the_tree_alone():
+    chosen = f'[{BASELINES}, {{"label": "lookup", "drafter": {{"kind": "prompt_lookup", "topk": 1}}}}]'
+    (*_, plan) = evaluated("--drafter.path", "somewhere", "--drafter.steps", "5", "--methods", chosen)
+    assert (plan.drafter.path, plan.drafter.steps, plan.drafter.topk) == (None, 5, 1)
+    with pytest.raises(InputError, match=r"--drafter.path somewhere: prompt_lookup does not read it"):
+        evaluated("--drafter.path", "somewhere", "--drafter.kind", "prompt_lookup")
+
+
+def test_the_lab_s_own_parts_are_taken_for_the_lab_alone():
+    (plan,) = evaluated("--target", "lab")
+    assert (plan.drafter.path, plan.predictor.path) == ("lab", "lab")
+    (plan,) = evaluated("--target", "another")
+    assert (plan.drafter.path, plan.predictor.path) == (None, None)
+
+
+def replayed(lab, tmp_path, *chosen):
+    trees = tmp_path / "trees"
+    if not trees.exists():
+        recorded = options(lab, output=trees, **{"max-new-tokens": 8})
+        assert main(["record", *recorded]) == 0
+    assert main(["replay", "--trees", str(trees), *chosen, "--output", str(tmp_path / "out"), "--overwrite"]) == 0
+    return json.loads((tmp_path / "out" / "replay.json").read_text())["runs"]
+
+
+def test_replay_takes_policies_sources_gammas_and_epsilons(lab, tmp_path):
+    words = ["--policy", "marginal,confidence", "--footprints", "oracle", "--gamma", "3,5", "--epsilon", "1e-6,1"]
+    runs = replayed(lab, tmp_path, *words)
+    assert {run["selection"] for run in runs} == {"marginal", "confidence"}
+    assert {run["footprints"] for run in runs} == {"oracle", None}
+    assert {run["gamma"] for run in runs} == {3, 5}
+    assert {run["epsilon"] for run in runs} == {1e-6, 1.0, None}
+    assert {run["gamma"] for run in replayed(lab, tmp_path)} == set(range(1, 8))
+
+
+def test_every_key_of_every_subcommand_is_read(lab, tmp_path, monkeypatch, capsys):
+    """Over a few small runs; the path of a data folder and of a head's own keys included."""
+    reads = watch_reads(monkeypatch)
+    few = {"max-new-tokens": 4, "samples": 1, "traces": lab.root / "traces"}
+    named = {"prompts": None, "datasets": "more", "data-dir": lab.root}
+    (lab.root / "more.jsonl").write_text(lab.prompts.read_text())
+    chosen = f'[{BASELINES}, {{"label": "a"}}]'
+    assert main(["check", *options(lab, **few, **named, threads=None, methods=chosen)]) == 0
+    assert main(["check", *options(lab, **few, threads=None, footprints="token", **{"batch-size": "1,2"})]) == 0
+    for number, footprints in enumerate(("predictor", "token")):
+        values = few | (named if number else {}) | {"footprints": footprints}
+        assert main(["generate", *options(lab, **values)]) == 0
+        run = {"methods": chosen, "output": tmp_path / f"run{number}"}
+        assert main(["eval", *options(lab, **values, **run)]) == 0
+        assert main(["record", *options(lab, **values, output=tmp_path / f"trees{number}")]) == 0
+    words = ["--trees", str(tmp_path / "trees0"), "--traces", str(lab.root / "traces"), "--gamma", "2"]
+    assert main(["replay", *words, "--output", str(tmp_path / "replayed")]) == 0
+    assert main(["report", str(tmp_path / "run0"), "--output", str(tmp_path / "report")]) == 0
+    for subcommand in SUBCOMMANDS:
+        assert_all_read(SUBCOMMANDS, subcommand.name, reads)
