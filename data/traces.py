@@ -4,7 +4,7 @@ Letters: T tokens, L MoE layers, E experts, K experts per token.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ecospec.errors import DamageError, InputError
-from ecospec.tracing.store.layout import MANIFEST, decode_experts, open_part, read_manifest, reading
+from ecospec.tracing.store.layout import COLUMNS, MANIFEST, decode_experts, open_part, read_manifest, reading
 
 if TYPE_CHECKING:
     import datasets
@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """One sequence: `input_ids` int32 [T], its first `prompt_len` the prompt; `experts` [T, L, K], ascending."""
+    """One sequence: `input_ids` int32 [T], its first `prompt_len` the prompt; `experts` [T, L, K], ascending.
+
+    `source_id` is the prompt row's own id in the user's data, None where it had none. Traces are equal when all their
+    fields are, arrays by value.
+    """
 
     key: str
     sample_id: str
@@ -31,6 +35,15 @@ class Trace:
     prompt_len: int
     input_ids: np.ndarray
     experts: np.ndarray
+    source_id: str | None = field(default=None, kw_only=True)
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return all(_same(getattr(self, item.name), getattr(other, item.name)) for item in fields(self))
+
+    def __hash__(self) -> int:
+        return hash(self.key)
 
 
 class TraceSet(Sequence[Trace]):
@@ -76,7 +89,8 @@ class TraceSet(Sequence[Trace]):
 
         paths = [str(self.folder / part["file"]) for part in self.manifest["parts"]]
         filters = None if self.split is None else [("split", "==", self.split)]
-        return datasets.Dataset.from_parquet(paths, filters=filters).with_transform(self._decoded)
+        columns = datasets.Features.from_arrow_schema(COLUMNS)  # parts of one folder may differ: old ones lack one
+        return datasets.Dataset.from_parquet(paths, features=columns, filters=filters).with_transform(self._decoded)
 
     def _decoded(self, columns: dict[str, list]) -> dict[str, list]:
         if "experts" not in columns:
@@ -91,6 +105,13 @@ class TraceSet(Sequence[Trace]):
         if len(experts) != len(input_ids):
             raise DamageError(f"expert ids of {len(experts)} tokens beside {len(input_ids)} tokens")
         return Trace(**{n: value.as_py() for n, value in values.items()}, input_ids=input_ids, experts=experts)
+
+
+def _same(value: object, other: object) -> bool:
+    """Equality as one answer, of arrays and tensors too."""
+    if not hasattr(value, "shape"):
+        return value == other
+    return value.shape == other.shape and bool((value == other).all())
 
 
 def read_traces(folder: str | Path, split: Literal["train", "test"] | None = None) -> TraceSet:

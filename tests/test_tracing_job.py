@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from ecospec.configs.schema import TargetConfig
@@ -64,6 +65,20 @@ def rows_of(folder: Path) -> dict[str, tuple]:
     """Sample id → the rest, of a sound folder."""
     check_folder(folder)
     return {t.sample_id: (t.key, t.prompt_len, t.input_ids.tolist(), t.experts.tolist()) for t in read_traces(folder)}
+
+
+def test_the_users_own_ids_join_traces_to_their_data_and_change_nothing_else(target: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "turns": ["a", "b"], "id": 12}, {"prompt": "c"}, {"prompt": TOO_LONG, "task_id": "long"}]
+    named = write_prompts(tmp_path / "p.jsonl", rows)
+    assert main(words(target, named, tmp_path / "named")) == 0
+    bare = write_prompts(tmp_path / "p.jsonl", [{**row, "id": None, "task_id": None} for row in rows])
+    assert main(words(target, bare, tmp_path / "bare")) == 0
+    assert rows_of(tmp_path / "named") == rows_of(tmp_path / "bare")
+    found = {trace.sample_id: trace for trace in read_traces(tmp_path / "named")}
+    assert {name: trace.source_id for name, trace in found.items()} == {"p/0/0": "12", "p/0/1": "12", "p/1/0": None}
+    assert {trace.split for trace in found.values()} == {trace.split for trace in read_traces(tmp_path / "bare")}
+    (refused,) = (tmp_path / "named").glob("rejected-*")
+    assert pq.read_table(refused)["source_id"].to_pylist() == ["long"]
 
 
 def test_a_sample_that_outgrows_the_context_is_rejected_and_the_others_are_not(

@@ -11,13 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ecospec.data.prompts import split_of
 from ecospec.data.traces import read_traces
 from ecospec.tracing.cli import main
 from ecospec.tracing.stats.command import expert_load, tally_datasets
 from ecospec.tracing.stats.counts import WIDTH
 from ecospec.tracing.stats.heatmap import ABSENT, EVEN, load_indices, palette, png
 from ecospec.tracing.store.folder import TraceFolder
-from ecospec.tracing.store.layout import encode_experts, id_dtype, split_of
+from ecospec.tracing.store.layout import encode_experts, id_dtype
 from ecospec.tracing.target.loading import lab_folder
 
 LAYERS, E, K = [1, 2, 4], 8, 2  # layers 0 and 3 are dense

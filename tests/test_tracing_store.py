@@ -13,32 +13,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from ecospec.data.prompts import split_of
 from ecospec.data.traces import read_traces
 from ecospec.errors import DamageError, InputError
-from ecospec.files import read_json, sha256_file, write_json
+from ecospec.files import read_json, write_json
 from ecospec.tracing.store import folder as store
 from ecospec.tracing.store.check import check_folder
 from ecospec.tracing.store.export import export_tokens
 from ecospec.tracing.store.folder import TraceFolder
-from ecospec.tracing.store.layout import COLUMNS, decode_experts, encode_experts, id_dtype, reading, split_of
-from tests.trace_folders import KEYS, K, L, complete_folder, header, random_experts, refused, row
+from ecospec.tracing.store.layout import COLUMNS, decode_experts, encode_experts, id_dtype, reading
+from tests.trace_folders import KEYS, K, L, complete_folder, header, random_experts, refused, rewrite_part, row
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return complete_folder(tmp_path / "traces")
-
-
-def rewrite_part(folder: Path, change: Callable[[list[dict]], list[dict] | pa.Table]) -> None:
-    """Replace the first part by a changed one that the manifest agrees with, as a faulty writer would have left it."""
-    manifest = read_json(folder / "manifest.json")
-    part = manifest["parts"][0]
-    rows = change(pq.read_table(folder / part["file"]).to_pylist())
-    table = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows, schema=COLUMNS)
-    pq.write_table(table, folder / part["file"])
-    part["sha256"], part["rows"] = sha256_file(folder / part["file"]), table.num_rows
-    manifest["samples"]["written"] = sum(p["rows"] for p in manifest["parts"])
-    write_json(folder / "manifest.json", manifest)
 
 
 def first_row(**changes: object) -> Callable[[list[dict]], list[dict]]:

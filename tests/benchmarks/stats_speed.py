@@ -16,8 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
+from ecospec.data.prompts import split_of
 from ecospec.tracing.store.folder import TraceFolder
-from ecospec.tracing.store.layout import MANIFEST, encode_experts, id_dtype, split_of
+from ecospec.tracing.store.layout import MANIFEST, encode_experts, id_dtype
 
 SECONDS, MEBIBYTES, WINDOWS = 30.0, 1024, 200_000
 L, E, K = 94, 128, 8

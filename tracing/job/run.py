@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from ecospec.data.prompts import after, answered, read_prompts
+from ecospec.data.prompts import after, answered, read_prompts, split_of
 from ecospec.errors import DamageError, InputError
 from ecospec.progress import progress
 from ecospec.tracing.config import TraceConfig
@@ -19,7 +19,7 @@ from ecospec.tracing.job.plan import PlannedBatch, Sample, Shard, plan_rounds, p
 from ecospec.tracing.job.validation import EngineError, Rejected, Routed
 from ecospec.tracing.job.vllm import VllmEngine, engine_settings
 from ecospec.tracing.store.folder import TraceFolder, header_differences
-from ecospec.tracing.store.layout import MANIFEST, REJECTED, encode_experts, read_manifest, split_of
+from ecospec.tracing.store.layout import MANIFEST, REJECTED, encode_experts, read_manifest
 from ecospec.tracing.target.loading import (
     MoeShape,
     context_of,
@@ -248,4 +248,10 @@ def _rejected_row(sample: Sample, rejected: Rejected) -> dict:
 
 def _identified(sample: Sample) -> dict:
     prompt = sample.prompt
-    return {"key": sample.key, "sample_id": prompt.sample_id, "dataset": prompt.dataset, "turn": prompt.turn}
+    return {
+        "key": sample.key,
+        "sample_id": prompt.sample_id,
+        "dataset": prompt.dataset,
+        "turn": prompt.turn,
+        "source_id": prompt.source_id,
+    }

@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ecospec.data.prompts import split_of
 from ecospec.errors import DamageError
 from ecospec.files import sha256_file
 from ecospec.tracing.store.folder import header_differences
@@ -25,7 +26,6 @@ from ecospec.tracing.store.layout import (
     read_manifest,
     reading,
     require_sound_ids,
-    split_of,
 )
 
 
@@ -118,7 +118,7 @@ def _open_part(path: Path, part: dict, manifest: dict, columns: pa.Schema = COLU
 
 
 def _check_row(row: dict, manifest: dict) -> None:
-    if any(value is None for value in row.values()):
+    if any(value is None for name, value in row.items() if name != "source_id"):
         raise DamageError("a value is missing")
     T, L = len(row["input_ids"]), len(manifest["moe_layers"])
     experts_TLK = decode_experts(row["experts"], L, manifest["top_k"], manifest["num_experts"])

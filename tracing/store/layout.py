@@ -3,14 +3,14 @@
 A folder holds `part-*.parquet`, visible only when complete, and `manifest.json`, written when the last part is there.
 Samples that an engine or the context refused are in `rejected-*.parquet`, with the reason and without routing.
 `experts` is [T, L, K] in C order, ids ascending in each group of K, in the narrowest unsigned type that holds E-1,
-little-endian; its byte length is always T·L·K·itemsize.
+little-endian; its byte length is always T·L·K·itemsize. `source_id`, the prompt row's own id, may be null, and parts
+written before it existed lack the column.
 
 The `datasets` library's numpy and torch formats strip trailing zero bytes of such a value: read it with Arrow.
 
 Letters: T tokens, L MoE layers, E experts, K experts per token.
 """
 
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +29,6 @@ PARTS, REJECTED = "part-*.parquet", "rejected-*.parquet"
 LOCK = ".lock"  # held by whichever worker makes something visible
 LEFTOVERS = (".part-*.partial", ".rejected-*.partial", ".manifest.json.*.partial")  # of `replace_file`
 HEADER_KEY = b"ecospec"  # of each part's schema metadata: the manifest's header as JSON
-TRAIN_PERCENT = 80
 REMEDY = f"delete it and {MANIFEST}, then run the same ecospec-trace command again"
 COLUMNS = pa.schema(
     [
@@ -41,9 +40,12 @@ COLUMNS = pa.schema(
         ("prompt_len", pa.int32()),
         ("experts", pa.binary()),
         ("split", pa.string()),
+        ("source_id", pa.string()),
     ]
 )
-REJECTED_COLUMNS = pa.schema([*(COLUMNS.field(name) for name in COLUMNS.names[:4]), ("reason", pa.string())])
+REJECTED_COLUMNS = pa.schema(
+    [*(COLUMNS.field(name) for name in COLUMNS.names[:4]), ("reason", pa.string()), COLUMNS.field("source_id")]
+)
 _REQUIRED = {"schema", "target", "moe_layers", "num_experts", "top_k", "id_dtype", "prompts", "samples", "parts"}
 _REQUIRED_WITHIN = {  # of a mapping, or of each mapping in a list
     "target": {"name", "config_sha256"},
@@ -55,12 +57,6 @@ _REQUIRED_WITHIN = {  # of a mapping, or of each mapping in a list
 
 def id_dtype(num_experts: int) -> np.dtype:
     return np.min_scalar_type(num_experts - 1).newbyteorder("<")
-
-
-def split_of(dataset: str, row: int) -> str:
-    """`train` for 80 % of the rows, else `test`: by sha256 of `dataset/row`, so that all turns fall together."""
-    digest = hashlib.sha256(f"{dataset}/{row}".encode()).hexdigest()
-    return "train" if int(digest, 16) % 100 < TRAIN_PERCENT else "test"
 
 
 def encode_experts(experts_TLK: np.ndarray, num_experts: int) -> bytes:
@@ -146,9 +142,14 @@ def open_part(path: Path, columns: pa.Schema = COLUMNS, footer: pq.FileMetaData 
     """
     with reading(path):
         file = pq.ParquetFile(path, metadata=footer, memory_map=True, page_checksum_verification=True)
-        if not file.schema_arrow.remove_metadata().equals(columns):
+        found = file.schema_arrow.remove_metadata()
+        if not (found.equals(columns) or found.equals(_without_source_id(columns))):
             raise DamageError("its columns are not those of a trace")
     return file
+
+
+def _without_source_id(columns: pa.Schema) -> pa.Schema:
+    return columns.remove(columns.get_field_index("source_id"))
 
 
 @contextmanager
