@@ -11,8 +11,8 @@ from ecospec.inference.config import DecodeConfig, only_one
 
 
 def check(config: DecodeConfig) -> None:
-    from ecospec.inference import preflight
     from ecospec.inference.evaluation.runfolder import prompts_in_context
+    from ecospec.inference.preflight import preflight
 
     for finding in preflight(config):
         print(f"{finding.what:<24} {finding.value}")
@@ -25,12 +25,12 @@ def generate(config: DecodeConfig) -> None:
     """Decode with the method that the top-level keys describe, streaming text to stdout and statistics to stderr."""
     from transformers import TextStreamer
 
-    from ecospec.inference import preflight
     from ecospec.inference.api import EcoSpecDecoder
     from ecospec.inference.assemble import Workshop, plan_methods
     from ecospec.inference.evaluation.evaluate import sample_seed, sampling_options
     from ecospec.inference.evaluation.runfolder import prompts_in_context
     from ecospec.inference.evaluation.turns import Turns
+    from ecospec.inference.preflight import preflight
     from ecospec.tracing.target.loading import load_target
     from ecospec.tracing.target.requests import prompt_ids
 

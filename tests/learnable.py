@@ -10,7 +10,8 @@ import torch
 
 from ecospec.predictor.config import BackboneConfig, TrainConfig
 from ecospec.predictor.kinds.predictor.model import ExpertPredictor
-from ecospec.predictor.training import fit, task
+from ecospec.predictor.training import task
+from ecospec.predictor.training.fit import fit
 from ecospec.tracing.target.loading import MoeShape
 
 L, E, K, V, D = 2, 12, 3, 24, 16

@@ -12,11 +12,11 @@ from ecospec.configs.schema import TargetConfig
 from ecospec.errors import InputError
 from ecospec.predictor.config import BackboneConfig
 from ecospec.predictor.embedding import load_embedding
-from ecospec.predictor.evaluation import evaluate
+from ecospec.predictor.evaluation.evaluate import evaluate
 from ecospec.predictor.kinds.base import embedding_hash
 from ecospec.predictor.kinds.predictor.backbone import backbone_config
 from ecospec.predictor.kinds.predictor.model import ExpertPredictor, ExpertPredictorConfig
-from ecospec.predictor.training import fit
+from ecospec.predictor.training.fit import fit
 from tests.learnable import TABLE, V, learnable_traces, new_predictor, options, trained
 from tests.tiny import random_model
 

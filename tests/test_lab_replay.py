@@ -6,7 +6,7 @@ from ecospec.configs.schema import PromptConfig, TargetConfig
 from ecospec.data.prompts import read_prompts
 from ecospec.inference.assemble import plan_methods
 from ecospec.inference.config import DecodeConfig, MethodConfig
-from ecospec.inference.evaluation import evaluate
+from ecospec.inference.evaluation.evaluate import evaluate
 from ecospec.inference.replay.command import TREES, run_record
 from ecospec.inference.replay.results import ALL, replay
 from ecospec.inference.replay.stepping import Combination, Replay

@@ -22,7 +22,7 @@ from ecospec.data.traces import read_traces
 from ecospec.errors import InputError
 from ecospec.predictor import cli
 from ecospec.predictor.config import TrainConfig
-from ecospec.predictor.evaluation import evaluate
+from ecospec.predictor.evaluation.evaluate import evaluate
 from ecospec.predictor.kinds.predictor.model import ExpertPredictor
 from ecospec.predictor.training.fit import require_answers
 from ecospec.predictor.training.module import (

@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file
 
 from ecospec.errors import DamageError, InputError
-from ecospec.predictor.evaluation import evaluate
+from ecospec.predictor.evaluation.evaluate import evaluate
 from ecospec.predictor.kinds.base import embedding_hash
 from ecospec.predictor.kinds.loading import load_predictor
 from ecospec.predictor.kinds.predictor.model import ExpertPredictor
 from ecospec.predictor.kinds.rungs import DraftMLP, DraftMLPConfig
-from ecospec.predictor.training import fit
 from ecospec.predictor.training import module as training
 from ecospec.predictor.training.checkpoints import Checkpoints, finish, start_afresh, training_folder
+from ecospec.predictor.training.fit import fit
 from ecospec.predictor.training.module import PredictorModule
 from tests.learnable import TABLE, D, E, K, L, MemoryTraces, V, learnable_traces, options, trained
 

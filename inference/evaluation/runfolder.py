@@ -9,12 +9,12 @@ from ecospec.data.prompts import Prompt, read_prompts
 from ecospec.data.traces import read_traces
 from ecospec.errors import InputError
 from ecospec.files import provenance, read_json, replace_folder, write_json
-from ecospec.inference import preflight
 from ecospec.inference.assemble import COUNTED, TRAINED, MethodPlan, plan_methods
 from ecospec.inference.config import DecodeConfig
 from ecospec.inference.evaluation.evaluate import Outcome, evaluate
 from ecospec.inference.evaluation.results import folder_name, summarise, write_steps
 from ecospec.inference.evaluation.turns import require_room
+from ecospec.inference.preflight import preflight
 from ecospec.inference.report.document import read_runs, write_report
 from ecospec.inference.report.tables import markdown_table
 from ecospec.tracing.target.loading import load_target, load_target_config, load_tokenizer, part_folder

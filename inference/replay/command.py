@@ -9,13 +9,13 @@ import torch
 from ecospec.data.prompts import Prompt
 from ecospec.errors import InputError
 from ecospec.files import provenance, replace_folder, write_json
-from ecospec.inference import preflight
 from ecospec.inference.assemble import TRAINED, MethodPlan, Workshop, open_traces, plan_methods
 from ecospec.inference.config import DecodeConfig, DrafterConfig, only_one
 from ecospec.inference.evaluation.evaluate import sample_seed, sampling_options
 from ecospec.inference.evaluation.results import folder_name
 from ecospec.inference.evaluation.runfolder import prompts_in_context
 from ecospec.inference.evaluation.turns import Turns
+from ecospec.inference.preflight import preflight
 from ecospec.inference.replay.record import TreeRecorder
 from ecospec.inference.replay.results import replay
 from ecospec.inference.replay.stepping import Tables, combinations

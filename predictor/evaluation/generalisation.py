@@ -17,7 +17,7 @@ from ecospec.data.traces import Trace, TraceSet
 from ecospec.errors import InputError
 from ecospec.files import provenance, replace_folder, write_json, write_text
 from ecospec.predictor.config import TrainConfig
-from ecospec.predictor.evaluation import evaluate
+from ecospec.predictor.evaluation.evaluate import evaluate
 from ecospec.predictor.evaluation.page import render_generalisation
 from ecospec.predictor.training.fit import fit, open_traces, prepare_process, require_answers
 from ecospec.predictor.training.task import Samples, open_task, some

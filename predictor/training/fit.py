@@ -21,7 +21,7 @@ from ecospec.data.traces import TraceSet
 from ecospec.errors import InputError
 from ecospec.files import provenance, require_new_folder, write_json
 from ecospec.predictor.config import TrainConfig
-from ecospec.predictor.evaluation import evaluate
+from ecospec.predictor.evaluation.evaluate import evaluate
 from ecospec.predictor.kinds.base import RoutingModel
 from ecospec.predictor.training.checkpoints import (
     BEST,

@@ -20,7 +20,7 @@ from ecospec.data.traces import Trace
 from ecospec.errors import InputError
 from ecospec.inference.drafters.eagle3.head import Eagle3Head
 from ecospec.inference.target.features import FeatureTap
-from ecospec.predictor.heads import rollout
+from ecospec.predictor.heads.rollout import rollout
 from ecospec.progress import progress
 
 READ_TOKENS = 4096  # through the target at once
