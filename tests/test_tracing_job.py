@@ -81,6 +81,41 @@ def test_the_users_own_ids_join_traces_to_their_data_and_change_nothing_else(tar
     assert pq.read_table(refused)["source_id"].to_pylist() == ["long"]
 
 
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_prompts_alone_are_traced_and_what_would_follow_their_answers_is_rejected(
+    target: Path, stub: StubServer, tmp_path: Path, capsys: pytest.CaptureFixture, engine: str
+) -> None:
+    prompts = write_prompts(tmp_path / "p.jsonl", [{"prompt": "one", "turns": ["one", "two"]}, {"prompt": "three"}])
+    options = asking(stub) if engine == "vllm" else []
+    assert main(words(target, prompts, tmp_path / "t", *options, "--max-new-tokens", "0")) == 0
+    assert "p/0/1: follows the answer to p/0/0, which --max_new_tokens 0 leaves out" in capsys.readouterr().err
+    rows = rows_of(tmp_path / "t")
+    assert {name: row[1] for name, row in rows.items()} == {"p/0/0": len("one"), "p/1/0": len("three")}
+    assert all(prompt_len == len(ids) == len(experts) for _, prompt_len, ids, experts in rows.values())
+    assert main(["stats", str(tmp_path / "t"), "--output", str(tmp_path / "s"), "--compare", str(tmp_path / "t")]) == 0
+
+
+def test_a_row_without_the_answer_to_be_forced_is_rejected_and_the_others_are_not(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    rows = [
+        {"prompt": "a", "turns": ["a", "b"]},
+        {"prompt": "c", "turns": ["c", "d", "e"], "reference_turns": ["x", None, "z"]},
+        {"prompt": "f", "turns": ["f", "g"], "reference_turns": ["x", "y"]},
+    ]
+    prompts = write_prompts(tmp_path / "mt.jsonl", rows)
+    for shard in ("1/2", "0/2"):
+        assert main(words(target, prompts, tmp_path / "t", "--teacher-force", "--shard", shard)) == 0
+    assert set(rows_of(tmp_path / "t")) == {"mt/1/0", "mt/2/0", "mt/2/1"}
+    assert check_folder(tmp_path / "t")["samples"] == {"written": 3, "rejected": 4}
+    said = capsys.readouterr().err
+    assert "rejected: sample mt/0/0: has no `answer`, which --teacher_force needs" in said
+    assert "rejected: sample mt/1/2: follows mt/1/1, which was rejected" in said
+    alone = write_prompts(tmp_path / "mt.jsonl", rows[:1])
+    assert main(words(target, alone, tmp_path / "none", "--teacher-force")) == 2
+    assert "nothing is left to trace: sample mt/0/0 has no `answer`" in capsys.readouterr().err
+
+
 def test_a_sample_that_outgrows_the_context_is_rejected_and_the_others_are_not(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

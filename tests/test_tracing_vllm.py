@@ -413,6 +413,15 @@ def test_waits_double_up_to_a_minute_and_are_spread(monkeypatch: pytest.MonkeyPa
         assert len(waits) == 50 and middle / 2 <= min(waits) and max(waits) <= middle * 1.5
 
 
+def test_prompts_alone_have_a_row_a_token(stub: StubServer) -> None:
+    requests = requests_of(9, answers=False)
+    for retrace in (False, True):
+        outcomes = traced(engine_of(stub, sampling=Sampling(0), retrace=retrace), requests)
+        for request in requests:
+            assert_true(outcomes[request.prompt.sample_id], request, request.prompt_ids)
+    assert {body["max_tokens"] for body in stub.requests} == {1}
+
+
 # The command
 
 

@@ -15,7 +15,7 @@ from ecospec.progress import progress
 from ecospec.tracing.config import TraceConfig
 from ecospec.tracing.job.engine import Engine, Sampling, TransformersEngine
 from ecospec.tracing.job.header import KEYED, trace_header
-from ecospec.tracing.job.plan import PlannedBatch, Sample, Shard, plan_rounds, plan_samples
+from ecospec.tracing.job.plan import PlannedBatch, Sample, Shard, plan_rounds, plan_samples, refusals
 from ecospec.tracing.job.validation import EngineError, Rejected, Routed
 from ecospec.tracing.job.vllm import VllmEngine, engine_settings
 from ecospec.tracing.store.folder import TraceFolder, header_differences
@@ -85,10 +85,13 @@ def _prepare(config: TraceConfig) -> Job:
     shape = shape_of(model_config, config.target.trust_remote_code)
     _require_context(config, model_config)
     tokenizer = load_tokenizer(config.target, shape.vocab_size)
-    ready = [prompt for prompt in prompts if config.teacher_force or prompt.follows is None]
+    refused = refusals(prompts, config.teacher_force, config.max_new_tokens)
+    if len(refused) == len(prompts):
+        raise InputError(f"nothing is left to trace: sample {prompts[0].sample_id} {refused[prompts[0].sample_id]}")
+    ready = [p for p in prompts if p.sample_id not in refused and (config.teacher_force or p.follows is None)]
     requests = encode(ready, tokenizer, config.teacher_force, config.chat_template)
     header = trace_header(config, model_config, shape, _engine_identity(config, shape), tokenizer, prompts)
-    samples = plan_samples(prompts, requests, {name: header[name] for name in KEYED})
+    samples = plan_samples(prompts, requests, {name: header[name] for name in KEYED}, refused)
     replica = replica_of(config.target)
     shard = Shard.parse(config.shard).within(replica.index, replica.count)
     rounds = [[batch for batch in batches if shard.owns(batch)] for batches in plan_rounds(samples, config.batch_size)]
@@ -164,13 +167,15 @@ def _trace_round(job: Job, engine: Engine, folder: TraceFolder, batches: Sequenc
 def _ready(
     job: Job, folder: TraceFolder, batches: Sequence[PlannedBatch]
 ) -> tuple[list[list[Request]], dict[str, Rejected]]:
-    """The requests of each batch, later turns after the answers traced so far, and what follows a rejected sample."""
+    """The requests of each batch, later turns after the answers traced so far, and what is refused beforehand."""
     said = _said(job, folder, batches)
     requests, refused = [], {}
     for batch in batches:
         asked = []
         for sample in batch.samples:
-            if sample.request is not None:
+            if sample.refusal is not None:
+                refused[sample.prompt.sample_id] = Rejected(sample.refusal)
+            elif sample.request is not None:
                 asked.append(sample.request)
             elif sample.prompt.follows in said:
                 asked += encode([after(sample.prompt, said)], job.tokenizer, False, job.config.chat_template)
@@ -197,7 +202,7 @@ def _said(job: Job, folder: TraceFolder, batches: Sequence[PlannedBatch]) -> dic
 def _ancestors(sample: Sample, by_id: dict[str, Sample]) -> list[Sample]:
     """The turns before one without a request, first turn first."""
     chain = []
-    while sample.request is None:
+    while sample.request is None and sample.refusal is None:
         sample = by_id[sample.prompt.follows]
         chain.insert(0, sample)
     return chain

@@ -225,7 +225,7 @@ class _Calls:
 
     async def _ask(self, server: Server, request: Request) -> Outcome:
         prompt_ids, ids = request.prompt_ids, request.ids
-        if request.answer_ids is None:
+        if request.answer_ids is None and self.engine.sampling.max_new_tokens > 0:
             report = await self._complete(server, generating_body(self.model, request, self.engine.sampling))
             if not self.engine.config.retrace or isinstance(report, Rejected):
                 return self._judged(prompt_ids, len(prompt_ids), report)
