@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from ecospec.configs.schema import TargetConfig
 from ecospec.data.traces import read_traces
@@ -19,8 +20,10 @@ from ecospec.tracing.cli import main
 from ecospec.tracing.store import folder as store
 from ecospec.tracing.store.check import check_folder
 from ecospec.tracing.target.loading import MoeShape, load_target_config, shape_of
+from ecospec.tracing.target.recorder import RoutingRecorder
 from tests.tiny import tiny_config, tiny_target_folder, tiny_tokenizer
 from tests.vllm_stub import StubServer, hashed_experts
+from tests.zoo import zoo_config, zoo_model
 
 CONTEXT = 64
 TEXTS = [f"prompt number {n}" + " and more" * (n % 3) for n in range(20)] + ["ü🙂\u2028 ≠ ascii", "twice", "twice"]
@@ -304,6 +307,29 @@ def test_any_size_is_traced_and_read_back(case: str, tmp_path: Path) -> None:
         assert np.array_equal(experts, true_experts(ids, shape))
         highest = max(highest, int(np.max(experts)))
     assert shape.num_experts - 8 < highest < shape.num_experts
+
+
+def test_experts_without_weights_are_refused_by_family_before_any_weight_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    prompts = write_prompts(tmp_path / "p.jsonl", [{"prompt": "a"}])
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    zoo_config("longcat_flash").save_pretrained(tmp_path / "target")
+    assert main(words(tmp_path / "target", prompts, tmp_path / "t")) == 2
+    assert "family longcat_flash cannot be traced: 2 of its experts have no weights" in capsys.readouterr().err
+    assert not (tmp_path / "t").exists()
+
+
+def test_longcat_is_traced_truly_where_all_its_experts_have_weights(tmp_path: Path) -> None:
+    model = zoo_model("longcat_flash", zero_expert_num=0)
+    model.save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    prompts = write_prompts(tmp_path / "p.jsonl", [{"prompt": text} for text in TEXTS[:3]])
+    assert main(words(tmp_path / "target", prompts, tmp_path / "t")) == 0
+    for _, _, ids, experts in rows_of(tmp_path / "t").values():
+        with RoutingRecorder(model) as recorder, torch.no_grad():
+            model(torch.tensor([ids]), use_cache=False)
+            assert recorder.take(len(ids)).sort(-1).values.tolist() == experts
 
 
 @pytest.mark.slow

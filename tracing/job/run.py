@@ -30,6 +30,7 @@ from ecospec.tracing.target.loading import (
 )
 from ecospec.tracing.target.replicas import Replica, part, replica_of, shared
 from ecospec.tracing.target.requests import Request, answer_text, encode
+from ecospec.tracing.target.routers import require_k_experts
 
 SHOWN_REJECTIONS = 10
 log = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ def _prepare(config: TraceConfig) -> Job:
     prompts = read_prompts(config)
     model_config = load_target_config(config.target)
     shape = shape_of(model_config, config.target.trust_remote_code)
+    require_k_experts(model_config)
     _require_context(config, model_config)
     tokenizer = load_tokenizer(config.target, shape.vocab_size)
     refused = refusals(prompts, config.teacher_force, config.max_new_tokens)
