@@ -85,11 +85,14 @@ def hub_rows(benchmark: Benchmark, split: str) -> list[dict]:
     """
     import datasets
 
+    from ecospec.hub import hub_or_cache
+
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     fields = [benchmark.question, benchmark.answer]
     try:
-        rows = datasets.load_dataset(benchmark.hub, benchmark.config, split=split)
+        with hub_or_cache(benchmark.hub):
+            rows = datasets.load_dataset(benchmark.hub, benchmark.config, split=split)
     except (OSError, RuntimeError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise InputError(f"the hub's {benchmark.source(split)} cannot be read ({brief(error)})") from None
     if absent := set(fields) - set(rows.column_names):

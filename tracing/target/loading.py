@@ -26,6 +26,7 @@ from ecospec.configs.cli import shipped_root
 from ecospec.configs.schema import TargetConfig
 from ecospec.errors import InputError, brief
 from ecospec.files import sha256_file, sha256_json
+from ecospec.hub import hub_or_cache, is_hub_name
 from ecospec.tracing.target.replicas import model_parallel_size, split_options
 from ecospec.tracing.target.routers import find_sites, top_k_of
 from ecospec.tracing.target.widening import widen_experts
@@ -81,7 +82,7 @@ def part_folder(path: str | None, part: str, option: str | None = None) -> Path:
     if path is None:
         raise InputError(f"{option}: not given")
     folder = lab_folder(part) if path == "lab" else Path(path)
-    if not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+    if "/" in path and is_hub_name(path):
         return _from_hub(path, option)
     if not (folder / "config.json").is_file():
         raise InputError(f"{option} {path}: the folder {folder} has no config.json")
@@ -91,7 +92,8 @@ def part_folder(path: str | None, part: str, option: str | None = None) -> Path:
 def _from_hub(name: str, option: str) -> Path:
     """The local copy of a hub repository, fetched where it is not cached. Raises InputError when it cannot be had."""
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.bin"]))
+        with hub_or_cache(name):
+            return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.bin"]))
     except (OSError, ValueError, HfHubHTTPError) as error:
         why = f"no such folder, and not to be had from the hub ({brief(error)})"
         raise InputError(f"{option} {name}: {why}") from None
@@ -112,7 +114,10 @@ def load_target_config(config: TargetConfig) -> PreTrainedConfig:
     """The model's own configuration. Raises InputError for a folder or hub id that has none."""
     path = resolve_target(config.name)
     try:
-        return AutoConfig.from_pretrained(path, revision=config.revision, trust_remote_code=config.trust_remote_code)
+        with hub_or_cache(path):
+            return AutoConfig.from_pretrained(
+                path, revision=config.revision, trust_remote_code=config.trust_remote_code
+            )
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"--target.name {config.name}: cannot read a model configuration ({brief(error)})") from None
 
@@ -236,9 +241,10 @@ def load_tokenizer(config: TargetConfig, vocab_size: int) -> PreTrainedTokenizer
     """Raises InputError when there is none, an empty one, or one with ids that the model does not know."""
     path = resolve_target(config.name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            path, revision=config.revision, trust_remote_code=config.trust_remote_code
-        )
+        with hub_or_cache(path):
+            tokenizer = AutoTokenizer.from_pretrained(
+                path, revision=config.revision, trust_remote_code=config.trust_remote_code
+            )
     except (OSError, ValueError) as error:
         raise InputError(f"--target.name {config.name}: no usable tokenizer ({brief(error)})") from None
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
