@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ecospec.errors import DamageError, InputError
-from ecospec.tracing.store.layout import COLUMNS, MANIFEST, decode_experts, open_part, read_manifest, reading
+from ecospec.tracing.store.layout import COLUMNS, MANIFEST, decode_experts, open_part, reading
+from ecospec.tracing.store.manifest import Manifest
 
 if TYPE_CHECKING:
     import datasets
@@ -54,12 +55,12 @@ class TraceSet(Sequence[Trace]):
 
     def __init__(self, folder: str | Path, split: Literal["train", "test"] | None = None) -> None:
         self.folder = Path(folder)
-        self.manifest = read_manifest(folder)
-        self.num_layers: int = len(self.manifest["moe_layers"])
-        self.num_experts: int = self.manifest["num_experts"]
-        self.top_k: int = self.manifest["top_k"]
+        self.manifest = Manifest.read(folder)
+        self.num_layers = self.manifest.num_layers
+        self.num_experts = self.manifest.num_experts
+        self.top_k = self.manifest.top_k
         self.split = split
-        self._rows = [row for part in self.manifest["parts"] for row in _rows_of(self.folder / part["file"], split)]
+        self._rows = [row for part in self.manifest.parts for row in _rows_of(self.folder / part.file, split)]
         self._footer: tuple[Path, pq.FileMetaData] | None = None  # of the open part: parsing it again takes long
         self._group: tuple[Path, int] | None = None
         self._table: pa.Table | None = None
@@ -87,7 +88,7 @@ class TraceSet(Sequence[Trace]):
         """
         import datasets
 
-        paths = [str(self.folder / part["file"]) for part in self.manifest["parts"]]
+        paths = [str(self.folder / part.file) for part in self.manifest.parts]
         filters = None if self.split is None else [("split", "==", self.split)]
         columns = datasets.Features.from_arrow_schema(COLUMNS)  # parts of one folder may differ: old ones lack one
         return datasets.Dataset.from_parquet(paths, features=columns, filters=filters).with_transform(self._decoded)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -20,6 +21,7 @@ from ecospec.inference.replay.treefile import read_trees
 from ecospec.predictor.config import TrainConfig
 from ecospec.predictor.evaluation.evaluate import evaluate_predictor
 from ecospec.predictor.kinds.loading import KINDS
+from ecospec.tracing.cli import main
 from ecospec.tracing.stats.counts import Tally, summarise
 from ecospec.tracing.store.check import check_folder
 from ecospec.tracing.target.loading import lab_folder, load_target
@@ -160,6 +162,20 @@ def test_the_shipped_traces_are_sound_and_show_locality():
         tally.add(trace.experts)
     union = summarise(tally)["union"][3]
     assert union["mean"] < 0.92 * union["chance"]
+
+
+def test_the_shipped_traces_are_what_tracing_their_prompts_again_gives(tmp_path):
+    """Column by column; keys also depend on settings that had no name when the lab was traced."""
+    words = ["run", "--config", "lab/trace", "--datasets", "lab/train/terms", "--samples", "2"]
+    assert main([*words, "--output", str(tmp_path / "t")]) == 0
+    (part,) = lab_folder("traces").glob("part-*")
+    shipped = pq.read_table(part)
+    columns = [name for name in shipped.column_names if name != "key"]
+    assert columns == ["sample_id", "dataset", "turn", "input_ids", "prompt_len", "experts", "split"]
+    again = pq.read_table(next((tmp_path / "t").glob("part-*")))
+    rows = {row["sample_id"]: row for row in shipped.select(columns).to_pylist()}
+    assert [rows[row["sample_id"]] for row in again.to_pylist()] == again.select(columns).to_pylist()
+    assert set(again["source_id"].to_pylist()) == {"terms-train-000", "terms-train-001"}
 
 
 def test_the_shipped_trees_are_the_train_prompts_of_the_shipped_target(target):

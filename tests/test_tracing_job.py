@@ -18,7 +18,9 @@ from ecospec.data.traces import read_traces
 from ecospec.files import read_json
 from ecospec.tracing.cli import main
 from ecospec.tracing.store import folder as store
+from ecospec.tracing.store import manifest
 from ecospec.tracing.store.check import check_folder
+from ecospec.tracing.store.manifest import SampleCounts
 from ecospec.tracing.target.loading import MoeShape, load_target_config, shape_of
 from ecospec.tracing.target.recorder import RoutingRecorder
 from tests.tiny import tiny_config, tiny_target_folder, tiny_tokenizer
@@ -110,7 +112,7 @@ def test_a_row_without_the_answer_to_be_forced_is_rejected_and_the_others_are_no
     for shard in ("1/2", "0/2"):
         assert main(words(target, prompts, tmp_path / "t", "--teacher-force", "--shard", shard)) == 0
     assert set(rows_of(tmp_path / "t")) == {"mt/1/0", "mt/2/0", "mt/2/1"}
-    assert check_folder(tmp_path / "t")["samples"] == {"written": 3, "rejected": 4}
+    assert check_folder(tmp_path / "t").samples == SampleCounts(3, 4)
     said = capsys.readouterr().err
     assert "rejected: sample mt/0/0: has no `answer`, which --teacher_force needs" in said
     assert "rejected: sample mt/1/2: follows mt/1/1, which was rejected" in said
@@ -126,7 +128,7 @@ def test_a_sample_that_outgrows_the_context_is_rejected_and_the_others_are_not(
     for again in ([], ["--retry-rejected"]):
         assert main(words(target, prompts, tmp_path / "t", *again)) == 0
         assert set(rows_of(tmp_path / "t")) == {"p/0/0", "p/2/0"}
-        assert check_folder(tmp_path / "t")["samples"] == {"written": 2, "rejected": 1}
+        assert check_folder(tmp_path / "t").samples == SampleCounts(2, 1)
         said = capsys.readouterr().err
         assert f"rejected: sample p/1/0: needs {len(TOO_LONG) + 3} tokens" in said
         assert "3 samples expected = 2 written + 1 rejected" in said
@@ -257,8 +259,7 @@ def test_later_turns_follow_the_answers_that_were_traced(
         answer = shown[len(start) :]
         assert longer[:prompt_len] == tokenizer(f"{start}\n\n{answer}\n\n{text}")["input_ids"]
         assert np.array_equal(experts, true_experts(longer, stub.shape))
-    manifest = check_folder(tmp_path / "t")
-    assert manifest["samples"] == {"written": 6, "rejected": 2}
+    assert check_folder(tmp_path / "t").samples == SampleCounts(6, 2)
 
 
 def test_a_conversation_that_stopped_between_its_turns_goes_on(
@@ -406,7 +407,7 @@ def kill_at(moment: str, number: int) -> None:
     elif moment == "after a write":
         store._flush_folder = at_call(number, store._flush_folder, die)
     elif moment == "in the finalise step":
-        store.write_json = lambda path, value: die_half_way(path.with_name(f".manifest.json.{number}.partial"))
+        manifest.write_json = lambda path, value: die_half_way(path.with_name(f".manifest.json.{number}.partial"))
     else:
         signal.signal(signal.SIGALRM, die)
         signal.setitimer(signal.ITIMER_REAL, 0.05 + 0.06 * number)

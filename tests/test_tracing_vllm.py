@@ -439,7 +439,7 @@ def test_the_command_writes_true_traces_and_asks_for_nothing_the_second_time(tin
         assert main(words) == 0
         assert (len(server.requests), server.probes) == asked
     manifest = check_folder(tmp_path / "traces")
-    assert manifest["engine"] == {
+    assert manifest.engine == {
         "name": "vllm",
         "version": "0.30.0",
         "model": "stub",

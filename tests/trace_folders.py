@@ -14,24 +14,22 @@ from ecospec.data.prompts import split_of
 from ecospec.files import read_json, sha256_file, write_json
 from ecospec.tracing.store.folder import TraceFolder
 from ecospec.tracing.store.layout import COLUMNS, encode_experts, id_dtype
+from ecospec.tracing.store.manifest import Header, PromptSource, TracedTarget
 
 L, K = 3, 2
 KEYS = [f"key{i}" for i in range(6)]
 
 
-def header(num_experts: int = 8, seed: int = 0, samples: int = 6) -> dict:
-    return {
-        "schema": 1,
-        "target": {"name": "tiny", "config_sha256": "c0ffee"},
-        "moe_layers": [1, 2, 4],
-        "num_experts": num_experts,
-        "top_k": K,
-        "id_dtype": id_dtype(num_experts).name,
-        "byte_order": "little",
-        "layout": "T,L,K",
-        "prompts": [{"dataset": "lab/maths", "samples": samples}],
-        "generation": {"seed": seed},
-    }
+def header(num_experts: int = 8, seed: int = 0, samples: int = 6) -> Header:
+    return Header(
+        target=TracedTarget(name="tiny", config_sha256="c0ffee"),
+        moe_layers=[1, 2, 4],
+        num_experts=num_experts,
+        top_k=K,
+        id_dtype=id_dtype(num_experts).name,
+        prompts=[PromptSource(dataset="lab/maths", samples=samples)],
+        generation={"seed": seed},
+    )
 
 
 def random_experts(T: int, num_experts: int = 8, seed: int = 0) -> np.ndarray:

@@ -63,7 +63,7 @@ class _Shown:
         folders |= {part_folder(p.drafter.path, "drafter") for p in plans if _has_head(p)}
         self.seen = {name for folder in folders for name in _trained_on(folder)}
         if any(plan.footprints in COUNTED for plan in plans) and config.traces:
-            self.seen |= {source["dataset"] for source in read_traces(config.traces).manifest["prompts"]}
+            self.seen |= {source.dataset for source in read_traces(config.traces).manifest.prompts}
 
     @property
     def ladder(self) -> dict[str, dict]:

@@ -100,7 +100,7 @@ def _fit_with_checkpoints(
     traces: TraceSet | Samples,
 ) -> tuple[lightning.Trainer, dict]:
     folder = training_folder(config)
-    run = identity(config, traces.manifest["parts"], module.predictor.config)
+    run = identity(config, asdict(traces.manifest)["parts"], module.predictor.config)
     state = state_to_resume(folder, run)
     if state is None:
         require_nothing_kept(folder, config)
@@ -133,10 +133,11 @@ def open_traces(config: TrainConfig) -> TraceSet:
 
 def training_provenance(config: TrainConfig, traces: TraceSet | Samples) -> dict:
     """What `provenance.json` says of anything trained on traces; `datasets` names the prompts that were seen."""
+    traced = asdict(traces.manifest)
     return provenance() | {
         "config": asdict(config),
-        "datasets": sorted(source["dataset"] for source in traces.manifest["prompts"]),
-        "traces": {"target": traces.manifest["target"], "parts": traces.manifest["parts"]},
+        "datasets": sorted(source.dataset for source in traces.manifest.prompts),
+        "traces": {"target": traced["target"], "parts": traced["parts"]},
     }
 
 

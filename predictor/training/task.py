@@ -24,6 +24,7 @@ from ecospec.predictor.kinds.draft_mlp.head_inputs import read_fed, require_roll
 from ecospec.predictor.kinds.predictor.backbone import FRESH_RMS, backbone_config, pretrained_backbone, require_causal
 from ecospec.predictor.kinds.predictor.model import ExpertPredictor, ExpertPredictorConfig
 from ecospec.predictor.kinds.rungs import DraftMLP, DraftMLPConfig, LinearConfig, LinearPredictor, fingerprint
+from ecospec.tracing.store.manifest import Manifest
 from ecospec.tracing.target.loading import (
     MoeShape,
     Target,
@@ -44,7 +45,7 @@ class Samples(Sequence[Trace]):
     num_layers: int
     num_experts: int
     top_k: int
-    manifest: dict
+    manifest: Manifest
 
     def __len__(self) -> int:
         return len(self.items)
@@ -160,16 +161,16 @@ def known_of(target: TargetConfig) -> tuple[MoeShape, str]:
 
 def require_same_target(traces: TraceSet, config: TrainConfig, shape: MoeShape, config_sha256: str) -> None:
     """Raises InputError, naming both sides, when the traces were recorded on another model, or on other weights."""
-    target = traces.manifest["target"]
-    recorded = [traces.manifest["moe_layers"], traces.num_experts, traces.top_k, target["config_sha256"]]
+    target = traces.manifest.target
+    recorded = [traces.manifest.moe_layers, traces.num_experts, traces.top_k, target.config_sha256]
     given = [list(shape.layers), shape.num_experts, shape.top_k, config_sha256]
-    weights = target.get("weights_sha256"), weights_hash(config.target)
+    weights = target.weights_sha256, weights_hash(config.target)
     if None not in weights:
         recorded.append(weights[0])
         given.append(weights[1])
     if recorded != given:
         raise InputError(
-            f"--traces {config.traces}: recorded on {target['name']} ({_identity(*recorded)}), not on"
+            f"--traces {config.traces}: recorded on {target.name} ({_identity(*recorded)}), not on"
             f" --target.name {config.target.name} ({_identity(*given)}); trace that target"
         )
 

@@ -14,12 +14,13 @@ from ecospec.errors import DamageError, InputError
 from ecospec.progress import progress
 from ecospec.tracing.config import TraceConfig
 from ecospec.tracing.job.engine import Engine, Sampling, TransformersEngine
-from ecospec.tracing.job.header import KEYED, trace_header
+from ecospec.tracing.job.header import key_identity, trace_header
 from ecospec.tracing.job.plan import PlannedBatch, Sample, Shard, plan_rounds, plan_samples, refusals
 from ecospec.tracing.job.validation import EngineError, Rejected, Routed
 from ecospec.tracing.job.vllm import VllmEngine, engine_settings
 from ecospec.tracing.store.folder import TraceFolder, header_differences
-from ecospec.tracing.store.layout import MANIFEST, REJECTED, encode_experts, read_manifest
+from ecospec.tracing.store.layout import MANIFEST, REJECTED, encode_experts
+from ecospec.tracing.store.manifest import Header, Manifest
 from ecospec.tracing.target.loading import (
     MoeShape,
     context_of,
@@ -43,7 +44,7 @@ class Job:
     config: TraceConfig
     shape: MoeShape
     tokenizer: PreTrainedTokenizerBase
-    header: dict
+    header: Header
     samples: list[Sample]
     rounds: list[list[PlannedBatch]]
     replica: Replica
@@ -93,7 +94,7 @@ def _prepare(config: TraceConfig) -> Job:
     ready = [p for p in prompts if p.sample_id not in refused and (config.teacher_force or p.follows is None)]
     requests = encode(ready, tokenizer, config.teacher_force, config.chat_template)
     header = trace_header(config, model_config, shape, _engine_identity(config, shape), tokenizer, prompts)
-    samples = plan_samples(prompts, requests, {name: header[name] for name in KEYED}, refused)
+    samples = plan_samples(prompts, requests, key_identity(header), refused)
     replica = replica_of(config.target)
     shard = Shard.parse(config.shard).within(replica.index, replica.count)
     rounds = [[batch for batch in batches if shard.owns(batch)] for batches in plan_rounds(samples, config.batch_size)]
@@ -130,7 +131,7 @@ def _open_engine(job: Job) -> Engine:
     if config.engine.kind == "transformers":
         return TransformersEngine(load_target(config.target).model, job.shape, _sampling(config))
     engine = VllmEngine(config.engine, job.shape, _sampling(config))
-    differences = header_differences(engine.identity, job.header["engine"])
+    differences = header_differences(engine.identity, job.header.engine)
     if differences:
         raise InputError(f"--output {config.output}: began with another engine ({'; '.join(differences)})")
     return engine
@@ -142,7 +143,7 @@ def _engine_identity(config: TraceConfig, shape: MoeShape) -> dict:
         sizes = {"tp_size": config.target.tp_size, "ep_size": config.target.ep_size}
         return TransformersEngine.identity | {name: size for name, size in sizes.items() if size is not None}
     if (Path(config.output) / MANIFEST).exists():
-        return read_manifest(config.output).get("engine", {}) | engine_settings(config.engine)
+        return (Manifest.read(config.output).engine or {}) | engine_settings(config.engine)
     return VllmEngine(config.engine, shape, _sampling(config)).identity
 
 

@@ -29,7 +29,7 @@ def export_tokens(folder: str | Path, output: str | Path) -> int:
 
 
 def tokens_schema(traces: TraceSet) -> pa.Schema:
-    ids = pa.list_(pa.type_for_alias(traces.manifest["id_dtype"]))
+    ids = pa.list_(pa.type_for_alias(traces.manifest.id_dtype))
     columns = [
         ("sample_id", pa.string()),
         ("source_id", pa.string()),
@@ -39,7 +39,7 @@ def tokens_schema(traces: TraceSet) -> pa.Schema:
         ("token_id", pa.int32()),
         ("is_prompt", pa.bool_()),
     ]
-    return pa.schema(columns + [(f"experts_layer_{layer}", ids) for layer in traces.manifest["moe_layers"]])
+    return pa.schema(columns + [(f"experts_layer_{layer}", ids) for layer in traces.manifest.moe_layers])
 
 
 def _write(path: Path, traces: TraceSet, schema: pa.Schema) -> None:

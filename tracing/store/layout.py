@@ -20,10 +20,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ecospec.errors import DamageError, InputError
-from ecospec.files import read_json
+from ecospec.errors import DamageError
 
-SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 PARTS, REJECTED = "part-*.parquet", "rejected-*.parquet"
 LOCK = ".lock"  # held by whichever worker makes something visible
@@ -46,13 +44,6 @@ COLUMNS = pa.schema(
 REJECTED_COLUMNS = pa.schema(
     [*(COLUMNS.field(name) for name in COLUMNS.names[:4]), ("reason", pa.string()), COLUMNS.field("source_id")]
 )
-_REQUIRED = {"schema", "target", "moe_layers", "num_experts", "top_k", "id_dtype", "prompts", "samples", "parts"}
-_REQUIRED_WITHIN = {  # of a mapping, or of each mapping in a list
-    "target": {"name", "config_sha256"},
-    "prompts": {"dataset", "samples"},
-    "samples": {"written", "rejected"},
-    "parts": {"file", "rows", "sha256"},
-}
 
 
 def id_dtype(num_experts: int) -> np.dtype:
@@ -81,46 +72,6 @@ def require_sound_ids(experts_TLK: np.ndarray, num_experts: int) -> None:
         raise DamageError(f"expert ids outside 0..{num_experts - 1}")
     if (experts_TLK[..., 1:] <= experts_TLK[..., :-1]).any():
         raise DamageError("a token uses one expert twice in a layer, or its ids do not ascend")
-
-
-def read_manifest(folder: str | Path) -> dict:
-    """Raises InputError when `folder` is no finished trace folder of this version, DamageError for a broken one."""
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder")
-    path = folder / MANIFEST
-    if not path.exists():
-        unfinished = any(folder.glob(PARTS))
-        remedy = "unfinished: run the same ecospec-trace command again" if unfinished else f"it has no {MANIFEST}"
-        raise InputError(f"{folder}: is not a complete trace folder ({remedy})")
-    manifest = read_json(path)
-    missing = _REQUIRED - set(manifest) if isinstance(manifest, dict) else _REQUIRED
-    if missing:
-        raise InputError(f"{path}: is no trace manifest (without {', '.join(sorted(missing))})")
-    if manifest["schema"] != SCHEMA_VERSION:
-        raise InputError(f"{path}: has trace schema {manifest['schema']}, this version reads {SCHEMA_VERSION}")
-    for key, required in _REQUIRED_WITHIN.items():
-        for item in manifest[key] if isinstance(manifest[key], list) else [manifest[key]]:
-            missing = required - set(item) if isinstance(item, dict) else required
-            if missing:
-                raise _damaged(path, f"{key} without {', '.join(sorted(missing))}")
-    _require_numbers(manifest, path)
-    return manifest
-
-
-def _require_numbers(manifest: dict, path: Path) -> None:
-    layers, counts = manifest["moe_layers"], [manifest["num_experts"], manifest["top_k"]]
-    if not (isinstance(layers, list) and layers and all(isinstance(layer, int) for layer in layers)):
-        raise _damaged(path, "moe_layers is no list of numbers")
-    if not all(isinstance(count, int) and count > 0 for count in counts) or counts[1] > counts[0]:
-        raise _damaged(path, "num_experts and top_k make no sense")
-    files = [part["file"] for part in (*manifest["parts"], *manifest.get("rejected_parts", []))]
-    if not all(isinstance(file, str) for file in files) or len(set(files)) < len(files):
-        raise _damaged(path, "parts are listed twice or without a name")
-
-
-def _damaged(path: Path, why: str) -> DamageError:
-    return DamageError(f"{path}: damaged ({why}); delete it and run the same ecospec-trace command again")
 
 
 def header_of(schema: pa.Schema, path: Path) -> dict:
