@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all test-vllm lint clean
+.PHONY: demo test test-slow test-all test-vllm lint clean
 
 # The whole pipeline on the shipped lab target: trace, train, decode side by side; the report is demo-out/run/report.html
 demo: .venv/installed
@@ -12,13 +12,18 @@ demo: .venv/installed
 	$(BIN)/ecospec-decode eval --config lab/demo --predictor demo-out/predictor --traces demo-out/traces --output demo-out/run
 	@echo "Open demo-out/run/report.html"
 
+# Two workers for two cores, each with one thread; a worker that runs dry takes over half of what the other has left
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
 # What every change must pass
 test: .venv/installed-dev
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
-# The long ones too: kill tests, property tests at full size
-test-all: .venv/installed-dev
-	$(BIN)/python -m pytest
+# What `make test` leaves out: kill tests, several processes, property tests at full size
+test-slow: .venv/installed-dev
+	$(PYTEST) -m slow
+
+test-all: test test-slow
 
 # A real vLLM server on the CPU against Transformers, in an environment of its own (3.5 GB); its torch is a +cpu build
 test-vllm: .venv/installed-dev .venv-vllm/installed
@@ -27,6 +32,7 @@ test-vllm: .venv/installed-dev .venv-vllm/installed
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	PYTHONPATH=. $(BIN)/lint-imports
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

@@ -1,49 +1,53 @@
-"""The front of all three commands: short forms, YAML, and a parser generated from a typed dataclass.
+"""The front of all three commands: options, YAML, and a parser generated from each subcommand's dataclass.
 
-`main` turns exceptions into exit codes: 0 success, 2 bad input, 1 anything else, 130 Ctrl-C.
+A subcommand knows the keys of its own dataclass only. In a YAML file, which may serve several subcommands, keys of its
+siblings are passed over. `main` turns exceptions into exit codes: 0 success, 2 bad input, 1 anything else, 130 Ctrl-C.
 """
 
 import dataclasses
 import json
 import logging
-import re
 import signal
 import sys
-import types
 import typing
 from collections.abc import Callable, Sequence
-from importlib import resources
-from pathlib import Path
 
+import docstring_parser
 import jsonargparse
 import yaml
 
+from ecospec.configs.keys import (
+    expand_short_forms,
+    full_key,
+    groups_of,
+    leaf_keys,
+    list_item,
+    one_line,
+    own_part,
+    reworded,
+)
+from ecospec.configs.shipped import shipped_config
 from ecospec.errors import DamageError, InputError
 
-jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-
-# A scalar given for a group of keys sets this key of the group.
-SHORT_FORMS = {
-    "target": "name",
-    "drafter": "path",
-    "predictor": "path",
-    "selection": "policy",
-    "engine": "kind",
-}
-SHORT_OPTIONS = {"footprints": "selection.footprints"}
+OWN_OPTIONS = ("config", "help", "print_config")  # of the parser itself, beside the keys
 
 
 @dataclasses.dataclass(frozen=True)
 class Subcommand:
-    """`run(config)`, or `run(config, folders)` when `folders` says how many DIR arguments it takes."""
+    """`run(config)`, or `run(config, folders)` when `folders` says how many DIR arguments it takes.
+
+    `config` is an instance of the dataclass `schema`. A schema may have a method `given_on_command_line(keys)`, which
+    is then called with the dotted keys that the command line itself names (a YAML file's are not among them).
+    """
 
     name: str
     help: str
     run: Callable[..., object]
+    schema: type
     folders: str | int | None = None  # argparse's nargs
 
 
-def main(prog: str, schema: type, subcommands: Sequence[Subcommand], argv: Sequence[str] | None = None) -> int:
+def main(prog: str, subcommands: Sequence[Subcommand], argv: Sequence[str] | None = None) -> int:
     """Parse `argv`, run the subcommand, and return the exit code; every failure is one line on stderr."""
     argv = list(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
@@ -51,9 +55,9 @@ def main(prog: str, schema: type, subcommands: Sequence[Subcommand], argv: Seque
         logging.getLogger(client).setLevel(logging.WARNING)
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's Ctrl-C
     try:
-        subcommand = _choose(prog, subcommands, argv)
-        config, folders = parse(f"{prog} {subcommand.name}", schema, argv[1:], subcommand.folders)
-        subcommand.run(config) if folders is None else subcommand.run(config, folders)
+        chosen = _choose(prog, subcommands, argv)
+        config, folders = parse(f"{prog} {chosen.name}", chosen.schema, argv[1:], chosen.folders, subcommands)
+        chosen.run(config) if folders is None else chosen.run(config, folders)
     except InputError as error:
         return _fail(prog, error, 2)
     except (DamageError, OSError) as error:
@@ -65,98 +69,73 @@ def main(prog: str, schema: type, subcommands: Sequence[Subcommand], argv: Seque
     return 0
 
 
-def parse(prog: str, schema: type, argv: Sequence[str], folders: str | int | None = None) -> tuple:
+def parse(
+    prog: str,
+    schema: type,
+    argv: Sequence[str],
+    folders: str | int | None = None,
+    siblings: Sequence[Subcommand] = (),
+) -> tuple:
     """An instance of `schema` from command line and YAML, and the DIR arguments (or None).
 
-    Raises InputError for an unknown key, a value of the wrong type or an unreadable configuration file.
+    `siblings`: all subcommands of the command, whose keys a YAML file may hold beside the schema's own. Raises
+    InputError for an unknown key, a value of the wrong type or an unreadable configuration file.
     """
-    parser = _parser(prog, schema, folders)
-    options = expand_options(schema, argv)
+    parser = _parser(prog, schema, folders, describe="--help" in argv or "-h" in argv)
+    options = expand_options(prog, schema, argv, siblings)
     for index, option in enumerate(options):
         if option == "--config" and index + 1 < len(options):
-            options[index + 1] = _read_yaml(parser, schema, options[index + 1])
+            options[index + 1] = _read_yaml(parser, schema, siblings, options[index + 1])
     try:
         namespace = parser.parse_args(options)
         values = parser.instantiate(namespace)
     except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
-        raise InputError(_reworded(error)) from None
+        raise InputError(reworded(error)) from None
     config = schema(**{field.name: values[field.name] for field in dataclasses.fields(schema)})
+    if hasattr(config, "given_on_command_line"):
+        words = {option[2:].partition("=")[0] for option in options if option.startswith("--")}
+        config.given_on_command_line(frozenset(words & leaf_keys(schema).keys()))
     return config, values["dir"] if folders else None
 
 
-def override(base: object, changes: dict, where: str) -> object:
-    """A copy of the instance `base` with `changes` applied, type-checked. Raises InputError naming `where`."""
-    parser = jsonargparse.ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(type(base))
-    try:
-        values = parser.instantiate(parser.parse_object(dataclasses.asdict(base) | changes))
-        return type(base)(**values.as_dict())
-    except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
-        raise InputError(f"{where}: {_reworded(error)}") from None
+def expand_options(prog: str, schema: type, argv: Sequence[str], siblings: Sequence[Subcommand] = ()) -> list[str]:
+    """Short options in full: `--target X`, `--gamma 4`, `--max-new-tokens 8`, `--datasets a,b`, in either spelling.
 
-
-def expand_options(schema: type, argv: Sequence[str]) -> list[str]:
-    """Short options in full: `--target X`, `--gamma 4`, `--max-new-tokens 8`, `--datasets a,b`, in either spelling."""
+    Raises InputError for an option that is no key of `schema`; where it is one of a sibling's, the message says so.
+    """
     leaves = leaf_keys(schema)
     expanded = []
-    for word in argv:
-        if not word.startswith("--") or word in ("--config", "--help"):
+    for index, word in enumerate(argv):
+        if not word.startswith("--"):
             expanded.append(_listed(expanded, leaves, word))
             continue
         name, equals, value = word[2:].partition("=")
-        key = _full_key(name.replace("-", "_"), leaves)
+        key = _key(prog, name.replace("-", "_"), leaves, siblings)
         expanded.append(f"--{key}")
         if equals:
             expanded.append(_listed(expanded, leaves, value))
-        elif leaves.get(key) is bool:
-            expanded[-1] += "=true" if _is_flag(argv, word) else ""
+        elif leaves.get(key) is bool and _is_flag(argv[index + 1 :]):
+            expanded[-1] += "=true"
     return expanded
 
 
-def leaf_keys(schema: type, prefix: str = "") -> dict[str, object]:
-    """Dotted name → type of every key below a dataclass."""
-    keys = {}
-    hints = typing.get_type_hints(schema)
-    for field in dataclasses.fields(schema):
-        hint = hints[field.name]
-        if dataclasses.is_dataclass(hint):
-            keys |= leaf_keys(hint, f"{prefix}{field.name}.")
-        else:
-            keys[prefix + field.name] = hint
-    return keys
+def _key(prog: str, name: str, leaves: dict[str, object], siblings: Sequence[Subcommand]) -> str:
+    """The key that the option `name` means. Raises InputError for a key of a sibling alone, or of nobody."""
+    if name in OWN_OPTIONS:
+        return name
+    name, append = name.removesuffix("+"), name.endswith("+")  # `--key+ value` appends to a list
+    key = full_key(name, leaves)
+    if key in leaves or key in groups_of(leaves):
+        return f"{key}+" if append else key
+    readers = [sibling.name for sibling in siblings if _knows(sibling.schema, name)]
+    if readers:
+        raise InputError(f"--{name}: {prog} does not read it (only {', '.join(readers)})")
+    raise InputError(f"--{name}: {prog} has no such key; --help lists those it has")
 
 
-def expand_short_forms(schema: type, values: dict) -> dict:
-    """A YAML mapping in which `target: lab` has become `target: {name: lab}`, at every depth."""
-    expanded = {}
-    hints = typing.get_type_hints(schema)
-    for name, value in values.items():
-        hint = hints.get(str(name).replace("-", "_"))
-        group = next((h for h in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(h)), None)
-        if group and isinstance(value, list):
-            value = [expand_short_forms(group, item) if isinstance(item, dict) else item for item in value]
-        elif group and isinstance(value, dict):
-            value = expand_short_forms(group, value)
-        elif group and name in SHORT_FORMS and value is not None:
-            value = {SHORT_FORMS[name]: value}
-        expanded[str(name).replace("-", "_")] = value
-    return expanded
-
-
-def shipped_config(name: str) -> Path:
-    """The file of a shipped configuration such as `lab/trace`, or of a path. Raises InputError when there is none."""
-    path = Path(name)
-    if path.is_file():
-        return path
-    shipped = Path(str(resources.files("ecospec.configs"))) / f"{name}.yaml"
-    if shipped.is_file():
-        return shipped
-    known = ", ".join(sorted(str(p.relative_to(shipped_root()))[:-5] for p in shipped_root().glob("*/*.yaml")))
-    raise InputError(f"--config {name}: no such file, and no shipped configuration of that name (there are: {known})")
-
-
-def shipped_root() -> Path:
-    return Path(str(resources.files("ecospec.configs")))
+def _knows(schema: type, name: str) -> bool:
+    leaves = leaf_keys(schema)
+    return name in groups_of(leaves) or any(name in (key, key.rsplit(".", 1)[-1]) for key in leaves)
 
 
 def _choose(prog: str, subcommands: Sequence[Subcommand], argv: list[str]) -> Subcommand:
@@ -172,48 +151,61 @@ def _choose(prog: str, subcommands: Sequence[Subcommand], argv: list[str]) -> Su
     raise InputError(f"expected a command: one of {', '.join(by_name)} (see {prog} --help)")
 
 
-def _parser(prog: str, schema: type, folders: str | int | None) -> jsonargparse.ArgumentParser:
-    parser = jsonargparse.ArgumentParser(prog=prog, exit_on_error=False, description=schema.__doc__)
+def _parser(prog: str, schema: type, folders: str | int | None, describe: bool) -> jsonargparse.ArgumentParser:
+    parser = jsonargparse.ArgumentParser(prog=prog, exit_on_error=False, allow_abbrev=False, description=schema.__doc__)
     if folders:
         parser.add_argument("dir", nargs=folders, metavar="DIR", help="folder to read")
     parser.add_argument("--config", action="config", help="YAML file, or the name of a shipped one such as lab/trace")
     parser.add_class_arguments(schema, as_group=True)
+    if describe:
+        _describe(parser, field_docstrings(schema))
     return parser
 
 
-def _read_yaml(parser: jsonargparse.ArgumentParser, schema: type, name: str) -> str:
-    """The configuration as one JSON text with short forms expanded, checked key by key."""
+def _describe(parser: jsonargparse.ArgumentParser, docstrings: dict[str, str]) -> None:
+    # jsonargparse would read the docstrings itself, but by a setting that changes every parser of the process.
+    for action in parser._actions:
+        if action.dest not in parser.groups:
+            action.help = docstrings.get(action.dest, action.help)
+    for key, group in parser.groups.items():
+        group.title = docstrings.get(key, group.title).removesuffix(".")
+
+
+def field_docstrings(schema: type, prefix: str = "") -> dict[str, str]:
+    """Dotted name → the docstring below that field, of all keys and groups of a dataclass that have one."""
+    found = {}
+    for source in reversed([base for base in schema.__mro__ if dataclasses.is_dataclass(base)]):
+        params = docstring_parser.parse_from_object(source).params
+        found |= {prefix + param.arg_name: (param.description or "").replace("%", "%%") for param in params}
+    for name, hint in typing.get_type_hints(schema).items():
+        if dataclasses.is_dataclass(hint):
+            found |= field_docstrings(hint, f"{prefix}{name}.")
+    return found
+
+
+def _read_yaml(parser: jsonargparse.ArgumentParser, schema: type, siblings: Sequence[Subcommand], name: str) -> str:
+    """The schema's part of the configuration as one JSON text with short forms expanded, checked key by key."""
     path = shipped_config(name)
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: not YAML ({_one_line(error)})") from None
+        raise InputError(f"{path}: not YAML ({one_line(error)})") from None
     if not isinstance(values, dict):
         raise InputError(f"{path}: expected a mapping of keys, found {type(values).__name__}")
-    text = json.dumps(expand_short_forms(schema, values), default=str)
+    own = leaf_keys(schema)
+    known = own | {key: hint for sibling in siblings for key, hint in leaf_keys(sibling.schema).items()}
     try:
+        text = json.dumps(own_part(expand_short_forms(schema, values), own, known), default=str)
         parser.parse_string(text)
     except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
-        raise InputError(f"{path}: {_reworded(error)}") from None
+        raise InputError(f"{path}: {reworded(error)}") from None
     return text
-
-
-def _full_key(name: str, leaves: dict[str, object]) -> str:
-    """The dotted key that `name` stands for: itself, a short form, or the unique key with that last name."""
-    if name in leaves:
-        return name
-    if name in SHORT_FORMS and f"{name}.{SHORT_FORMS[name]}" in leaves:
-        return f"{name}.{SHORT_FORMS[name]}"
-    if SHORT_OPTIONS.get(name) in leaves:
-        return SHORT_OPTIONS[name]
-    matches = [key for key in leaves if key.rsplit(".", 1)[-1] == name]
-    return matches[0] if len(matches) == 1 else name
 
 
 def _listed(words: list[str], leaves: dict[str, object], value: str) -> str:
     """`a,b` as a JSON list where the option before it takes a list."""
     key = words[-1][2:] if words and words[-1].startswith("--") else ""
-    item = _list_item(leaves.get(key))
+    item = list_item(leaves.get(key))
     if item is None or value.startswith("["):
         return value
     try:
@@ -222,30 +214,11 @@ def _listed(words: list[str], leaves: dict[str, object], value: str) -> str:
         raise InputError(f"--{key} {value}: expected values separated by commas") from None
 
 
-def _list_item(hint: object) -> type | None:
-    """The item type of `list[X]`, also inside a union with None; None for anything else."""
-    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    for option in options:
-        if typing.get_origin(option) is list:
-            return typing.get_args(option)[0]
-    return None
-
-
-def _is_flag(argv: Sequence[str], word: str) -> bool:
-    following = list(argv)[list(argv).index(word) + 1 :]
+def _is_flag(following: Sequence[str]) -> bool:
+    """Whether the option of a yes-or-no key before these words has no value among them."""
     return not following or following[0].startswith("--") or following[0].lower() not in ("true", "false")
 
 
-def _one_line(error: object) -> str:
-    return " ".join(str(error).split())
-
-
-def _reworded(error: object) -> str:
-    """A message of the parser with keys as the options that users type, and types by their names."""
-    text = re.sub(r'Parser key "([\w.]+)": ', r"--\1: ", _one_line(error))
-    return re.sub(r"<class '(\w+)'>", r"\1", text)
-
-
 def _fail(prog: str, error: object, code: int) -> int:
-    print(f"{prog}: {_one_line(error)}", file=sys.stderr)
+    print(f"{prog}: {one_line(error)}", file=sys.stderr)
     return code

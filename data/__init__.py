@@ -1,13 +1,14 @@
 """Benchmark prompts, trace reading and the lab. Names are imported on first use: this module loads nothing."""
 
-from ecospec.lazy import attributes
+from typing import TYPE_CHECKING
 
-_HOMES = {
-    "Prompt": "prompts",
-    "read_prompts": "prompts",
-    "Trace": "traces",
-    "TraceSet": "traces",
-    "read_traces": "traces",
-}
-__all__ = list(_HOMES)
-__getattr__ = attributes(__name__, _HOMES)
+from ecospec.lazy import offered
+
+if TYPE_CHECKING:
+    from ecospec.data.prompts import Prompt as Prompt
+    from ecospec.data.prompts import read_prompts as read_prompts
+    from ecospec.data.traces import Trace as Trace
+    from ecospec.data.traces import TraceSet as TraceSet
+    from ecospec.data.traces import read_traces as read_traces
+else:
+    __all__, __getattr__ = offered(__name__)

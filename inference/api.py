@@ -7,16 +7,16 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ecospec.configs.schema import PredictorConfig, TargetConfig
 from ecospec.inference.assemble import MethodPlan, Workshop, source_of
-from ecospec.inference.config import DrafterConfig, SelectionConfig
+from ecospec.inference.config import DrafterConfig
 from ecospec.inference.decoding.generation import generate_with
-from ecospec.inference.decoding.loop import Method
+from ecospec.inference.decoding.method import Method
 from ecospec.inference.decoding.statistics import Run
 from ecospec.inference.drafters.base import BatchDrafter, Drafter
 from ecospec.inference.footprints.sources import FootprintSource
+from ecospec.inference.selection.config import SelectionConfig, selector
 from ecospec.inference.selection.greedy import EPSILON
 from ecospec.predictor.kinds.base import RoutingModel
 from ecospec.tracing.target.loading import Target, load_target
-from ecospec.tracing.target.recorder import RoutingRecorder
 
 
 class EcoSpecDecoder:
@@ -74,17 +74,15 @@ class EcoSpecDecoder:
         Takes what `model.generate` takes, and `generators`: one `torch.Generator` a text. Raises InputError for options
         that speculative decoding does not support.
         """
-        with RoutingRecorder(self.target.model) as recorder:
-            out, self.last_run = generate_with(
-                self.target.model,
-                self.method,
-                input_ids,
-                recorder=recorder,
-                attention_mask=attention_mask,
-                generation_config=generation_config,
-                streamer=streamer,
-                **{"tokenizer": self.target.tokenizer, **generation_kwargs},
-            )
+        out, self.last_run = generate_with(
+            self.target.model,
+            self.method,
+            input_ids,
+            attention_mask=attention_mask,
+            generation_config=generation_config,
+            streamer=streamer,
+            **{"tokenizer": self.target.tokenizer, **generation_kwargs},
+        )
         return out
 
 
@@ -107,6 +105,5 @@ def generate(
     `model.generate(custom_generate=…)` is `CustomGenerate(Method(…))`.
     """
     footprints = source_of(predictor) if isinstance(predictor, RoutingModel) else predictor
-    method = Method(drafter, policy, gamma, epsilon, footprints, joint=joint)
-    with RoutingRecorder(model) as recorder:
-        return generate_with(model, method, input_ids, recorder=recorder, **generation_kwargs)[0]
+    method = Method(drafter, selector(policy, gamma, epsilon, joint), footprints)
+    return generate_with(model, method, input_ids, **generation_kwargs)[0]

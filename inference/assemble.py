@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from ecospec.configs.cli import SHORT_FORMS, override
+from ecospec.configs.keys import SHORT_FORMS, override
 from ecospec.configs.schema import PredictorConfig
 from ecospec.data.traces import TraceSet, read_traces
 from ecospec.errors import InputError
@@ -14,9 +14,8 @@ from ecospec.inference.config import (
     DecodeConfig,
     DrafterConfig,
     MethodConfig,
-    SelectionConfig,
 )
-from ecospec.inference.decoding.loop import Method
+from ecospec.inference.decoding.method import Method
 from ecospec.inference.drafters.base import BatchDrafter, DraftHead, EachRow
 from ecospec.inference.drafters.draft_lm.head import load_language_model_head
 from ecospec.inference.drafters.eagle3.checkpoint import load_head
@@ -31,7 +30,7 @@ from ecospec.inference.footprints.sources import (
     PredictorFootprints,
     TableFootprints,
 )
-from ecospec.inference.selection.greedy import NEEDS_FOOTPRINTS
+from ecospec.inference.selection.config import SelectionConfig
 from ecospec.predictor.kinds.base import RoutingModel
 from ecospec.predictor.kinds.loading import kind_of_model, load_predictor, predictor_values
 from ecospec.predictor.kinds.tables import fit_tables
@@ -57,7 +56,7 @@ class MethodPlan:
 
     @property
     def needs_footprints(self) -> bool:
-        return self.baseline is None and self.selection.policy in NEEDS_FOOTPRINTS
+        return self.baseline is None and self.selection.build().needs_footprints
 
     @property
     def footprints(self) -> str | None:
@@ -111,14 +110,10 @@ class Workshop:
 
     def method(self, plan: MethodPlan) -> Method:
         """A working method. Raises InputError when head, predictor or traces do not fit the target."""
-        selection = plan.selection
         return Method(
             drafter=None if plan.baseline else self.drafter(plan.drafter),
-            policy=selection.policy,
-            gamma=selection.gamma,
-            epsilon=selection.epsilon,
+            selector=plan.selection.build(),
             footprints=self.footprints(plan) if plan.needs_footprints else None,
-            joint=selection.joint,
         )
 
     def drafter(self, config: DrafterConfig) -> BatchDrafter:

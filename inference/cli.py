@@ -85,20 +85,18 @@ def report(config: DecodeConfig, folders: list[str]) -> None:
         print(path)
 
 
+SUBCOMMANDS = (
+    cli.Subcommand("check", "see whether target, drafter and predictor fit, without weights", check, DecodeConfig),
+    cli.Subcommand("generate", "text in, text out", generate, DecodeConfig),
+    cli.Subcommand("eval", "compare methods on prompts; writes a run folder", evaluate, DecodeConfig),
+    cli.Subcommand("record", "note along plain decoding's texts what any selection would get", record, DecodeConfig),
+    cli.Subcommand("replay", "every policy, source and γ on recorded trees; no target", replay, DecodeConfig),
+    cli.Subcommand("report", "tables and plots of run folders", report, DecodeConfig, folders="+"),
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    return cli.main(
-        "ecospec-decode",
-        DecodeConfig,
-        [
-            cli.Subcommand("check", "see whether target, drafter and predictor fit, without loading weights", check),
-            cli.Subcommand("generate", "text in, text out", generate),
-            cli.Subcommand("eval", "compare methods on prompts; writes a run folder", evaluate),
-            cli.Subcommand("record", "note along plain decoding's texts what any selection would get", record),
-            cli.Subcommand("replay", "every policy, footprint source and γ on recorded trees; no target", replay),
-            cli.Subcommand("report", "tables and plots of run folders as HTML, Markdown and CSV", report, folders="+"),
-        ],
-        argv,
-    )
+    return cli.main("ecospec-decode", SUBCOMMANDS, argv)
 
 
 def _output(config: DecodeConfig, artifact: str) -> Path:

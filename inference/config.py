@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from ecospec.configs.schema import PredictorConfig, PromptConfig, TargetConfig
 from ecospec.errors import InputError
+from ecospec.inference.selection.config import SelectionConfig
 
 LEAST_TEMPERATURE = 1e-3  # below it logits overflow
 BASELINES = ("none", "hf_greedy")  # our plain loop; Transformers' own `generate`
@@ -33,24 +34,6 @@ class DrafterConfig:
         base, layers = self.rope_theta, self.feature_layers
         _require(base is None or 0 < base < math.inf, "drafter.rope_theta", base, "must be positive")
         _require(layers is None or bool(layers), "drafter.feature_layers", layers, "give at least one layer")
-
-
-@dataclass
-class SelectionConfig:
-    policy: Literal["marginal", "confidence", "global", "random"] = "marginal"
-    """Which drafts to verify: `marginal` (EcoSpec), `confidence` (EAGLE), `global` (its static ablation), `random`."""
-    footprints: Literal["predictor", "linear", "draft_mlp", "last_step", "frequency", "token"] = "predictor"
-    """Where a draft's experts are learnt: a model (`predictor.path`), the last step, a table counted from `traces`."""
-    gamma: int = 4
-    """Tokens verified per step, the root included."""
-    epsilon: float = 1e-6
-    """Added to the number of new (layer, expert) pairs; larger values approach EAGLE's rule."""
-    joint: bool = False
-    """In a batch, choose over all texts at once with one shared set of experts; else each text alone."""
-
-    def __post_init__(self) -> None:
-        _require(self.gamma >= 1, "selection.gamma", self.gamma, "must be 1 or more (1 verifies the root alone)")
-        _require(0 < self.epsilon < math.inf, "selection.epsilon", self.epsilon, "must be positive and finite")
 
 
 @dataclass

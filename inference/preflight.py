@@ -21,7 +21,7 @@ from ecospec.inference.drafters.draft_lm.head import inspect_language_model
 from ecospec.inference.drafters.eagle3.checkpoint import inspect_head
 from ecospec.inference.drafters.headers import safetensors_shapes
 from ecospec.inference.drafters.mtp.head import inspect_mtp
-from ecospec.inference.target.verification import check_batch, check_tree_support
+from ecospec.inference.target.support import check_batch, check_tree_support
 from ecospec.predictor.kinds.loading import predictor_values, require_target
 from ecospec.tracing.target.loading import (
     MoeShape,

@@ -4,7 +4,7 @@ Letters: N nodes, the root (node 0: the last emitted token, not yet in the targe
 one level; H hidden width of a draft head. `...` stands for any leading dimensions. Knows nothing about models.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -50,6 +50,7 @@ class DraftTrees:
     real_BN: Tensor
     depth_limit: int  # no node is deeper
     hidden_BNH: Tensor | None = None
+    _ancestors_BNN: Tensor | None = field(default=None, init=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.tokens_BN)
@@ -58,15 +59,26 @@ class DraftTrees:
     def width(self) -> int:
         return self.tokens_BN.shape[1]
 
+    @property
+    def ancestors_BNN(self) -> Tensor:
+        """bool [B, N, N]: entry (i, j) says that j is i or an ancestor of i. Computed once."""
+        if self._ancestors_BNN is None:  # no cached_property: its lock keeps a function from being compiled whole
+            object.__setattr__(self, "_ancestors_BNN", ancestors_of(self.parents_BN))
+        return self._ancestors_BNN
+
     def row(self, number: int) -> DraftTree:
         """One text's tree without its padding."""
         real_N = self.real_BN[number]
         fields = (self.tokens_BN, self.parents_BN, self.prob_BN, self.depth_BN)
         return DraftTree(*(field[number][real_N] for field in fields))
 
-    def pack(self, chosen_BN: Tensor, width: int) -> "DraftTrees":
-        """The chosen nodes alone (bool, prefix-closed, at most `width` a text), renumbered in their order."""
+    def pack(self, chosen_BN: Tensor, width: int | None = None) -> "DraftTrees":
+        """The chosen nodes alone (bool, prefix-closed), renumbered in their order and padded to `width`.
+
+        `width`: the most nodes that any text has; where it is not known beforehand it is read from the device.
+        """
         N = self.width
+        width = int(chosen_BN.sum(1).max()) if width is None else width
         index_N = torch.arange(N, device=chosen_BN.device)
         packed_BG = torch.where(chosen_BN, index_N, N).sort(1).values[:, :width]
         real_BG = packed_BG < N

@@ -3,18 +3,19 @@
 Names are imported on first use: this module loads nothing.
 """
 
-from ecospec.lazy import attributes
+from typing import TYPE_CHECKING
 
-_HOMES = {
-    "ExpertPredictor": "kinds.predictor.model",
-    "ExpertPredictorConfig": "kinds.predictor.model",
-    "load_predictor": "kinds.loading",
-    "expert_loss": "objective.loss",
-    "excess_loss": "objective.loss",
-    "top_experts": "objective.metrics",
-    "fit_frequency": "kinds.tables",
-    "fit_token": "kinds.tables",
-    "load_embedding": "embedding",
-}
-__all__ = list(_HOMES)
-__getattr__ = attributes(__name__, _HOMES)
+from ecospec.lazy import offered
+
+if TYPE_CHECKING:
+    from ecospec.predictor.embedding import load_embedding as load_embedding
+    from ecospec.predictor.kinds.loading import load_predictor as load_predictor
+    from ecospec.predictor.kinds.predictor.model import ExpertPredictor as ExpertPredictor
+    from ecospec.predictor.kinds.predictor.model import ExpertPredictorConfig as ExpertPredictorConfig
+    from ecospec.predictor.kinds.tables import fit_frequency as fit_frequency
+    from ecospec.predictor.kinds.tables import fit_token as fit_token
+    from ecospec.predictor.objective.loss import excess_loss as excess_loss
+    from ecospec.predictor.objective.loss import expert_loss as expert_loss
+    from ecospec.predictor.objective.metrics import top_experts as top_experts
+else:
+    __all__, __getattr__ = offered(__name__)

@@ -79,15 +79,23 @@ def generalisation_table(metrics: dict) -> str:
 
 
 SUBCOMMANDS = (
-    cli.Subcommand("predictor", "fit the expert predictor on a trace folder and export it", train_predictor),
-    cli.Subcommand("evaluate", "measure an exported predictor, and the simple ones, on traces", evaluate_predictor),
-    cli.Subcommand("generalise", "train on all data sets but one, and on growing parts of the samples", generalise),
-    cli.Subcommand("drafter", "fit an EAGLE-3 draft head on a target's own text and export it", train_drafter),
+    cli.Subcommand(
+        "predictor", "fit the expert predictor on a trace folder and export it", train_predictor, TrainConfig
+    ),
+    cli.Subcommand(
+        "evaluate", "measure an exported predictor, and the simple ones, on traces", evaluate_predictor, TrainConfig
+    ),
+    cli.Subcommand(
+        "generalise", "train on all data sets but one, and on growing parts of the samples", generalise, TrainConfig
+    ),
+    cli.Subcommand(
+        "drafter", "fit an EAGLE-3 draft head on a target's own text and export it", train_drafter, TrainConfig
+    ),
 )
 
 
 def main(argv: list[str] | None = None) -> int:
-    return cli.main("ecospec-train", TrainConfig, SUBCOMMANDS, argv)
+    return cli.main("ecospec-train", SUBCOMMANDS, argv)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
-"""One thread and no network for every test."""
+"""For every test: one thread, no network, and this checkout imported, also by the commands that a test starts."""
 
+import fcntl
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-from pathlib import Path
-
-import pytest
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +21,11 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.tiny import tiny_target_folder
 
     return tiny_target_folder(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def both_cores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """For tests that start several processes: no two of them run at once, whichever workers they are on."""
+    with (tmp_path_factory.getbasetemp().parent / "both_cores").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

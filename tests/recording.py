@@ -10,7 +10,7 @@ from functools import cache
 import torch
 
 from ecospec.inference.decoding.generation import generate_with
-from ecospec.inference.decoding.loop import Method
+from ecospec.inference.decoding.method import Method
 from ecospec.inference.decoding.statistics import Run
 from ecospec.inference.drafters.base import EachRow
 from ecospec.inference.footprints.sources import DraftMLPFootprints, LastStepFootprints, LinearFootprints, as_footprints
@@ -18,7 +18,6 @@ from ecospec.inference.replay.record import TreeRecorder
 from ecospec.inference.replay.stepping import Combination
 from ecospec.inference.replay.treefile import Identity, TreeSet
 from ecospec.inference.tree import root_only, tree_from_levels
-from ecospec.tracing.target.recorder import RoutingRecorder
 from tests.stand_ins import GREEDY, SAMPLED, DraftMLPStandIn, LinearStandIn
 from tests.tiny import VOCABULARY, tiny_model
 
@@ -126,25 +125,22 @@ class Session:
 
     def long_text(self, prompt_id: str) -> list[int]:
         longer = {**self.options, "max_new_tokens": NEW_TOKENS + 2 * DEPTH}
-        with RoutingRecorder(self.model) as recorder:
-            parts = {"recorder": recorder, "generators": [draws(prompt_id)]}
-            return generate_with(self.model, Method(), ids_of(prompt_id), **parts, **longer)[0][0].tolist()
+        parts = {"generators": [draws(prompt_id)]}
+        return generate_with(self.model, Method(), ids_of(prompt_id), **parts, **longer)[0][0].tolist()
 
     def live(self, prompt_id: str, one: Combination) -> Run:
         source = SOURCES[one.footprints]() if one.footprints else None
-        method = Method(WithHidden(self.drafter(self.truth[prompt_id])), one.policy, one.gamma, footprints=source)
-        with RoutingRecorder(self.model) as recorder:
-            parts = {"recorder": recorder, "generators": [draws(prompt_id)], "eos_token_id": self.eos[prompt_id]}
-            return generate_with(self.model, method, ids_of(prompt_id), **parts, **self.options)[1]
+        method = Method(WithHidden(self.drafter(self.truth[prompt_id])), one.build(), source)
+        parts = {"generators": [draws(prompt_id)], "eos_token_id": self.eos[prompt_id]}
+        return generate_with(self.model, method, ids_of(prompt_id), **parts, **self.options)[1]
 
     def record(self) -> TreeSet:
         positions, datasets = [], {name: name.split("/")[0] for name in PROMPTS}
         for prompt_id, truth in self.truth.items():
-            with RoutingRecorder(self.model) as recorder:
-                sources = {name: make() for name, make in SOURCES.items()}
-                trees = TreeRecorder(self.model, recorder, WithHidden(self.drafter(truth)), DEPTH, sources)
-                parts = {"generator": draws(prompt_id), "eos_token_id": self.eos[prompt_id]}
-                positions += trees.record(prompt_id, ids_of(prompt_id), **parts, **self.options)
+            sources = {name: make() for name, make in SOURCES.items()}
+            trees = TreeRecorder(self.model, WithHidden(self.drafter(truth)), DEPTH, sources)
+            parts = {"generator": draws(prompt_id), "eos_token_id": self.eos[prompt_id]}
+            positions += trees.record(prompt_id, ids_of(prompt_id), **parts, **self.options)
         folders = {"linear": "hashed/linear", "draft_mlp": "hashed/mlp"}
         parts = ("hashed", "hashed", self.temperature, 0, L, E, K, DEPTH, 2, datasets, folders)
         return TreeSet(Identity("tiny", "0" * 64, *parts), positions, trees.seconds())

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from ecospec.inference.decoding.generation import generate_with
-from ecospec.inference.decoding.loop import Method
-from ecospec.tracing.target.recorder import RoutingRecorder
+from ecospec.inference.decoding.method import Method
+from ecospec.inference.selection.config import selector
 from tests.stand_ins import GREEDY, NoisyOracle
 
 PLANS = {
@@ -32,9 +32,8 @@ def decode(model: torch.nn.Module) -> dict:
     ids = torch.arange(5, 12)[None]
     options = {"max_new_tokens": NEW_TOKENS, "eos_token_id": None, **GREEDY}
     plain = model.generate(ids, **options)
-    method = Method(NoisyOracle(plain[0].tolist(), 0.7), "confidence")
-    with RoutingRecorder(model) as recorder:
-        ours, run = generate_with(model, method, ids, recorder=recorder, **options)
+    method = Method(NoisyOracle(plain[0].tolist(), 0.7), selector("confidence"))
+    ours, run = generate_with(model, method, ids, **options)
     return {
         "plain": plain.tolist(),
         "ours": ours.tolist(),

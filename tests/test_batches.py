@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig
 
 from ecospec.errors import InputError
-from ecospec.inference import Method, generate
+from ecospec.inference import Method, generate, selector
 from ecospec.inference.decoding import picking
 from ecospec.inference.decoding.generation import CustomGenerate
 from ecospec.inference.drafters.eagle3.head import Eagle3Head
@@ -20,9 +20,9 @@ from ecospec.inference.footprints.sources import (
     LinearFootprints,
     TableFootprints,
 )
-from ecospec.inference.selection.greedy import choose
 from ecospec.inference.tree import DraftTree, tree_from_levels
 from ecospec.predictor.kinds.tables import FrequencyPredictor
+from tests.selecting import chosen_of
 from tests.stand_ins import (
     GREEDY,
     SAMPLED,
@@ -122,7 +122,7 @@ def test_a_repetition_penalty_leaves_the_padding_of_a_hooked_batch_out():
     model.generation_config.eos_token_id = None
     ids_BT, mask_BT = left_padded(texts_of(4, 2))
     options = {"attention_mask": mask_BT, "max_new_tokens": 12, "pad_token_id": 0, **GREEDY, "repetition_penalty": 1.5}
-    hook = CustomGenerate(Method(HashedDrafter({}), "confidence"))
+    hook = CustomGenerate(Method(HashedDrafter({}), selector("confidence")))
     assert torch.equal(model.generate(ids_BT, custom_generate=hook, **options), model.generate(ids_BT, **options))
 
 
@@ -141,7 +141,7 @@ def test_a_left_padded_batch_through_the_hook_is_what_generate_gives():
     ids_BT, mask_BT = left_padded(texts_of(4, 2))
     options = {"attention_mask": mask_BT, "max_new_tokens": 12, "pad_token_id": 0, **GREEDY}
     expected = model.generate(ids_BT, **options)
-    hook = CustomGenerate(Method(HashedDrafter({}), "marginal", footprints=HashedFootprints()))
+    hook = CustomGenerate(Method(HashedDrafter({}), selector("marginal"), footprints=HashedFootprints()))
     assert torch.equal(model.generate(ids_BT, custom_generate=hook, **options), expected)
     assert len(hook.last_run.new_by_row) == 4
 
@@ -221,7 +221,7 @@ def test_the_texts_of_a_batch_are_plain_decodings_with_every_footprint_source(op
 
 def test_hidden_input_that_a_drafter_lacks_is_refused_before_decoding():
     with pytest.raises(InputError, match="draft with eagle3 or mtp"):
-        Method(EmptyDrafter(), "marginal", footprints=SOURCES["draft_mlp"]())
+        Method(EmptyDrafter(), selector("marginal"), footprints=SOURCES["draft_mlp"]())
 
 
 @pytest.mark.parametrize("joint", [False, True])
@@ -321,7 +321,7 @@ def random_forest(seed, B=3, N=7):
 def test_joint_selection_takes_all_roots_then_the_best_node_of_any_text(seed, policy):
     parents, prob, real, footprints = random_forest(seed)
     for gamma in range(1, 9):
-        chosen = choose(parents, prob, real, footprints, policy, gamma, joint=True)
+        chosen = chosen_of(parents, prob, real, footprints, policy, gamma, joint=True)
         expected = forest_by_hand(parents, prob, real, footprints, gamma, policy)
         assert {tuple(node) for node in chosen.nonzero().tolist()} == expected
         assert chosen[:, 0].all() and not (chosen & ~real).any()
@@ -332,6 +332,11 @@ def test_joint_selection_takes_all_roots_then_the_best_node_of_any_text(seed, po
 def test_a_shared_budget_goes_to_the_text_with_the_better_drafts_and_a_shared_expert_is_paid_once():
     parents, prob = torch.tensor([[-1, 0, 1, 2]] * 2), torch.tensor([[1.0, 0.9, 0.8, 0.7], [1.0, 0.1, 0.05, 0.02]])
     real, footprints = torch.ones(2, 4, dtype=torch.bool), torch.zeros(2, 4, 1, 6, dtype=torch.bool)
-    assert choose(parents, prob, real, footprints, "confidence", 2, joint=True).sum(1).tolist() == [3, 1]
+    assert chosen_of(parents, prob, real, footprints, "confidence", 2, joint=True).sum(1).tolist() == [3, 1]
     footprints[0, 1, 0, :3] = footprints[1, 0, 0, :3] = True  # text 1's root covers what text 0's draft needs
-    assert choose(parents, prob, real, footprints, "marginal", 2, joint=True)[0].tolist() == [True, True, True, False]
+    assert chosen_of(parents, prob, real, footprints, "marginal", 2, joint=True)[0].tolist() == [
+        True,
+        True,
+        True,
+        False,
+    ]

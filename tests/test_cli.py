@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from ecospec.configs import cli
+from ecospec.configs.keys import override
 from ecospec.errors import DamageError, InputError
 from ecospec.files import read_json, replace_file, replace_folder, require_new_folder, write_json
 from ecospec.inference.config import DecodeConfig, SelectionConfig
@@ -84,11 +85,11 @@ def test_unknown_options_and_missing_configurations_are_refused():
 
 def test_changes_to_a_group_are_checked_like_the_group_itself():
     base = SelectionConfig()
-    assert cli.override(base, {"gamma": 2}, "methods[0].selection").gamma == 2
+    assert override(base, {"gamma": 2}, "methods[0].selection").gamma == 2
     with pytest.raises(InputError, match=r"methods\[0\].selection"):
-        cli.override(base, {"gama": 2}, "methods[0].selection")
+        override(base, {"gama": 2}, "methods[0].selection")
     with pytest.raises(InputError, match=r"methods\[0\].selection"):
-        cli.override(base, {"gamma": "many"}, "methods[0].selection")
+        override(base, {"gamma": "many"}, "methods[0].selection")
 
 
 @pytest.mark.parametrize(
@@ -99,14 +100,14 @@ def test_every_failure_is_one_line_and_an_exit_code(capsys, error, code):
     def run(_config):
         raise error
 
-    assert cli.main("prog", Config, [cli.Subcommand("go", "", run)], ["go"]) == code
+    assert cli.main("prog", [cli.Subcommand("go", "", run, Config)], ["go"]) == code
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1
     assert "Traceback" not in captured.err
 
 
 def test_a_missing_command_names_those_there_are(capsys):
-    assert cli.main("prog", Config, [cli.Subcommand("go", "", print)], []) == 2
+    assert cli.main("prog", [cli.Subcommand("go", "", print, Config)], []) == 2
     assert "go" in capsys.readouterr().err
 
 

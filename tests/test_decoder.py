@@ -9,11 +9,12 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, Stopping
 from ecospec.errors import InputError
 from ecospec.inference import generate
 from ecospec.inference.decoding.generation import CustomGenerate, generate_with
-from ecospec.inference.decoding.loop import Method
+from ecospec.inference.decoding.method import Method
 from ecospec.inference.decoding.picking import Picker, Row, walk
-from ecospec.inference.selection.greedy import POLICIES
+from ecospec.inference.selection.config import selector
 from ecospec.inference.tree import DraftTree, stack
 from ecospec.tracing.target.recorder import RoutingRecorder
+from tests.selecting import POLICIES
 from tests.stand_ins import GREEDY, SAMPLED, EmptyDrafter, HashedFootprints, NoisyOracle
 from tests.tiny import VOCABULARY, tiny_model
 
@@ -80,19 +81,18 @@ def test_processors_and_stops_act_as_in_generate(options):
 def test_a_perfect_drafter_fills_every_step_and_a_hostile_one_none():
     model, ids = model_and_prompt("qwen3_moe", 0)
     truth = plain(model, ids, 0, **GREEDY)[0].tolist()
-    with RoutingRecorder(model) as recorder:
-        for skill, emitted in ((1.0, 4), (0.0, 1)):
-            method = Method(NoisyOracle(truth, skill), "confidence", gamma=7)
-            _, run = generate_with(model, method, ids, recorder=recorder, max_new_tokens=NEW_TOKENS, **GREEDY)
-            assert {tuple(step.emitted) for step in run.steps[:-1]} == {(emitted,)}
-            assert run.new_tokens == NEW_TOKENS
+    for skill, emitted in ((1.0, 4), (0.0, 1)):
+        method = Method(NoisyOracle(truth, skill), selector("confidence", 7))
+        _, run = generate_with(model, method, ids, max_new_tokens=NEW_TOKENS, **GREEDY)
+        assert {tuple(step.emitted) for step in run.steps[:-1]} == {(emitted,)}
+        assert run.new_tokens == NEW_TOKENS
 
 
 def test_active_experts_are_those_that_the_routers_chose_for_the_verified_tokens():
     model, ids = model_and_prompt("qwen3_moe", 0)
-    method = Method(EmptyDrafter(), "confidence")
+    method = Method(EmptyDrafter(), selector("confidence"))
+    out, run = generate_with(model, method, ids, max_new_tokens=20, **GREEDY)
     with RoutingRecorder(model) as recorder:
-        out, run = generate_with(model, method, ids, recorder=recorder, max_new_tokens=20, **GREEDY)
         model(out)
         experts_TLK = recorder.take()
     traced = torch.cat([step.experts_BNLK[0] for step in run.steps])
@@ -115,9 +115,8 @@ def test_the_streamer_receives_every_token_once():
     model, ids = model_and_prompt("qwen3_moe", 0)
     expected = plain(model, ids, 0, **GREEDY)[0].tolist()
     collector = Collector()
-    with RoutingRecorder(model) as recorder:
-        method = Method(NoisyOracle(expected, 0.7), "confidence")
-        generate_with(model, method, ids, recorder=recorder, streamer=collector, max_new_tokens=NEW_TOKENS, **GREEDY)
+    method = Method(NoisyOracle(expected, 0.7), selector("confidence"))
+    generate_with(model, method, ids, streamer=collector, max_new_tokens=NEW_TOKENS, **GREEDY)
     assert collector.ids == expected
     assert collector.ended
 
@@ -162,13 +161,13 @@ def test_a_text_that_ends_inside_a_step_is_cut_there_but_the_step_counts_in_full
 
 def test_what_is_not_supported_is_refused_by_name():
     with pytest.raises(InputError, match="needs footprints"):
-        Method(EmptyDrafter(), "marginal")
+        Method(EmptyDrafter(), selector("marginal"))
 
 
 def test_return_dict_gives_the_sequences_and_the_cache_of_all_but_the_last_token():
     model, ids = model_and_prompt("qwen3_moe", 0)
     config = GenerationConfig(max_new_tokens=5, return_dict_in_generate=True, do_sample=False)
-    hook = CustomGenerate(Method(EmptyDrafter(), "confidence"))
+    hook = CustomGenerate(Method(EmptyDrafter(), selector("confidence")))
     out = model.generate(ids, generation_config=config, custom_generate=hook)
     assert out.sequences.shape == (1, 11)
     assert out.cache.get_seq_length() == 10

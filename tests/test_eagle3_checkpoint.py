@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ecospec.errors import InputError
-from ecospec.inference.drafters.base import FINAL
 from ecospec.inference.drafters.eagle3 import checkpoint as eagle3_checkpoint
 from ecospec.inference.drafters.eagle3.checkpoint import inspect_head, load_head
+from ecospec.inference.target.features import FINAL
 from tests import eagle3_heads as heads
 from tests.eagle3_heads import DIALECTS, LAYER_IDS, USED, D, H, TinyHead, V, target_config
 from tests.eagle3_reference import assert_equal, computed, expected, loaded, tiny_target

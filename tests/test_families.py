@@ -10,8 +10,9 @@ from transformers import DynamicCache
 from ecospec.errors import InputError
 from ecospec.inference import generate
 from ecospec.inference.decoding.generation import generate_with
-from ecospec.inference.decoding.loop import Method
-from ecospec.inference.target.verification import verify
+from ecospec.inference.decoding.method import Method
+from ecospec.inference.selection.config import selector
+from ecospec.inference.target.transformers import verify
 from ecospec.inference.tree import stack
 from ecospec.tracing.target.loading import MoeShape, shape_of
 from ecospec.tracing.target.recorder import NO_EXPERT, RoutingRecorder
@@ -107,9 +108,8 @@ def test_after_a_tree_the_text_goes_on_as_after_a_fresh_prefill(family):
 def test_the_text_is_plain_greedy_decodings(family):
     model, ids = model_of(family), text_of(6)
     expected = model.generate(ids, max_new_tokens=NEW_TOKENS, **GREEDY)
-    method = Method(NoisyOracle(expected[0].tolist(), 0.7), "confidence")
-    with RoutingRecorder(model) as recorder:
-        out, run = generate_with(model, method, ids, recorder=recorder, max_new_tokens=NEW_TOKENS, **GREEDY)
+    method = Method(NoisyOracle(expected[0].tolist(), 0.7), selector("confidence"))
+    out, run = generate_with(model, method, ids, max_new_tokens=NEW_TOKENS, **GREEDY)
     assert torch.equal(out, expected)
     assert len(set(expected[0, 6:].tolist())) > 4
     assert 1.2 < run.acceptance_length < 4

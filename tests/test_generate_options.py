@@ -8,7 +8,8 @@ from transformers.generation.streamers import BaseStreamer
 from ecospec.errors import InputError
 from ecospec.inference import generate
 from ecospec.inference.decoding.generation import CustomGenerate
-from ecospec.inference.decoding.loop import Method
+from ecospec.inference.decoding.method import Method
+from ecospec.inference.selection.config import selector
 from tests.stand_ins import GREEDY, SAMPLED, EmptyDrafter, NoisyOracle
 from tests.tiny import VOCABULARY, tiny_model, tiny_tokenizer
 
@@ -97,7 +98,7 @@ def test_the_number_of_new_tokens_is_exact(model, ids, count):
 def test_stock_generate_with_our_hook_is_stock_generate(model, ids, base, name):
     settings, _ = with_option(model, ids, name, 3, base)
     expected, after = stock_ids(model, ids, 3, **settings), torch.get_rng_state()
-    hook = CustomGenerate(Method(NoisyOracle(expected[0].tolist(), 0.8), "confidence"))
+    hook = CustomGenerate(Method(NoisyOracle(expected[0].tolist(), 0.8), selector("confidence")))
     assert torch.equal(stock_ids(model, ids, 3, custom_generate=hook, **settings), expected)
     assert torch.equal(torch.get_rng_state(), after)
     assert len(hook.last_run.steps) < hook.last_run.new_tokens * 0.8, "drafts must be accepted"
@@ -206,7 +207,7 @@ def test_it_is_refused_in_a_configuration_too_the_models_own_or_a_given_one(ids,
 
 @pytest.mark.parametrize("name", ["num_beams", "num_return_sequences", "output_scores", "watermarking_config"])
 def test_the_hook_refuses_it_too(model, ids, name):
-    hook = CustomGenerate(Method(EmptyDrafter(), "confidence"))
+    hook = CustomGenerate(Method(EmptyDrafter(), selector("confidence")))
     extra = {"do_sample": name == "num_return_sequences", "return_dict_in_generate": name == "output_scores"}
     with pytest.raises(InputError, match=name):
         model.generate(ids, custom_generate=hook, max_new_tokens=4, **{name: REFUSED[name]}, **extra)

@@ -7,7 +7,8 @@ from transformers import DynamicCache, GenerationConfig, StaticCache, TextStream
 from ecospec.errors import InputError
 from ecospec.inference import generate
 from ecospec.inference.decoding.generation import CustomGenerate
-from ecospec.inference.decoding.loop import Method
+from ecospec.inference.decoding.method import Method
+from ecospec.inference.selection.config import selector
 from tests.stand_ins import GREEDY, SAMPLED, EmptyDrafter, NoisyOracle
 from tests.tiny import VOCABULARY, tiny_model, tiny_tokenizer
 
@@ -111,7 +112,7 @@ def test_a_function_of_the_allowed_tokens_is_told_which_text_it_sees(model):
     expected = model.generate(ids, **options)
     assert torch.equal(ours(model, ids, **options), expected)
     with pytest.raises(InputError, match=r"PrefixConstrainedLogitsProcessor in a batch"):
-        model.generate(ids, custom_generate=CustomGenerate(Method(EmptyDrafter(), "confidence")), **options)
+        model.generate(ids, custom_generate=CustomGenerate(Method(EmptyDrafter(), selector("confidence"))), **options)
 
 
 def test_a_seed_that_follows_a_text_is_the_one_that_follows_stocks(model):

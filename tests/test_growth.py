@@ -12,12 +12,13 @@ from ecospec.inference.drafters.draft_lm.head import LanguageModelHead
 from ecospec.inference.drafters.growth import TreeDrafter
 from ecospec.inference.drafters.mtp.head import load_mtp_head
 from ecospec.inference.footprints.sources import PredictorFootprints
-from ecospec.inference.selection.greedy import POLICIES, choose, draw_noise
+from ecospec.inference.selection.greedy import EPSILON, SCORES, forest_of, greedy
 from ecospec.inference.tree import stack, tree_from_levels
 from tests import eagle3_heads as heads
 from tests.eagle3_reference import loaded
 from tests.growth_by_hand import hidden_by_hand, tree_by_hand
 from tests.mtp_reference import YARN, random_layer, write_checkpoint
+from tests.selecting import POLICIES, trees_of
 from tests.stand_ins import EmptyDrafter, tiny_predictor
 from tests.tiny import VOCABULARY, tiny_model
 
@@ -199,7 +200,7 @@ def test_predicted_experts_of_many_rounds_are_those_of_reading_everything_afresh
 @pytest.mark.parametrize("joint", [False, True])
 def test_selection_compiles_whole_and_chooses_the_same(policy, joint):
     torch.compiler.reset()
-    compiled = torch.compile(choose, fullgraph=True, backend="eager")
+    compiled = [torch.compile(part, fullgraph=True, backend="eager") for part in (forest_of, greedy)]
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
         tree = random_tree(torch.tensor(5), generator)
@@ -207,8 +208,10 @@ def test_selection_compiles_whole_and_chooses_the_same(policy, joint):
         prob = torch.rand(2, 7, generator=generator).cummin(1).values
         real = torch.tensor([[True] * 7, [True] * 5 + [False] * 2])
         footprints = torch.rand(2, 7, 2, 5, generator=generator) < 0.4
-        noise = draw_noise(policy, 4, parents, generator, joint)
-        arguments = (parents, prob, real, footprints, policy, 4)
-        found = compiled(*arguments, joint=joint, noise_RBN=noise)
-        assert torch.equal(found, choose(*arguments, joint=joint, noise_RBN=noise))
-        assert int(found.sum()) == 8
+        found = []
+        for forests, loop in (compiled, (forest_of, greedy)):
+            forest = forests(trees_of(parents, prob, real), footprints, 4, joint)
+            scorer = SCORES[policy].begin(forest, EPSILON, torch.Generator().manual_seed(seed))
+            found.append(loop(forest, scorer))
+        assert torch.equal(*found)
+        assert int(found[0].sum()) == 8

@@ -5,8 +5,8 @@ import torch
 
 from ecospec.errors import InputError
 from ecospec.inference import generate
-from ecospec.inference.selection.greedy import POLICIES
 from ecospec.inference.tree import DraftTree, depths_of
+from tests.selecting import POLICIES
 from tests.stand_ins import GREEDY, SAMPLED, HashedFootprints
 from tests.tiny import VOCABULARY, tiny_model
 

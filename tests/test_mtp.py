@@ -11,9 +11,9 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from ecospec.errors import InputError
-from ecospec.inference.drafters.base import FINAL
 from ecospec.inference.drafters.mtp.checkpoint import dequantise
 from ecospec.inference.drafters.mtp.head import inspect_mtp, load_mtp_head
+from ecospec.inference.target.features import FINAL
 from tests.mtp_reference import (
     BLOCK,
     LAYER,

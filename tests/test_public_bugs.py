@@ -13,13 +13,14 @@ from transformers import LlamaConfig, StaticCache
 from ecospec.errors import InputError
 from ecospec.inference import generate
 from ecospec.inference.decoding.generation import CustomGenerate
-from ecospec.inference.decoding.loop import Method
+from ecospec.inference.decoding.method import Method
 from ecospec.inference.drafters.eagle3.head import Eagle3Head
 from ecospec.inference.drafters.growth import TreeDrafter
 from ecospec.inference.drafters.mtp.head import load_mtp_head
-from ecospec.inference.selection.greedy import POLICIES, choose, draw_noise
+from ecospec.inference.selection.config import selector
 from ecospec.inference.tree import DraftTree, tree_from_levels
 from tests.mtp_reference import YARN, random_layer, write_checkpoint
+from tests.selecting import POLICIES, chosen_of
 from tests.stand_ins import GREEDY, SAMPLED, EmptyDrafter
 from tests.tiny import VOCABULARY, tiny_model
 
@@ -141,7 +142,7 @@ def test_sampled_texts_follow_the_target_s_law(drafted, seed):
     model.lm_head.weight.data *= 0.45
     options = {"do_sample": True, "temperature": 1.3, "top_k": 4, "top_p": 0.9}
     law_555 = exact_law(model, ids, 3, lambda logits_V: processed(logits_V, 1.3, 4, 0.9))
-    rows, hook = 2000, CustomGenerate(Method(Fan(drafted), "random", gamma=5))
+    rows, hook = 2000, CustomGenerate(Method(Fan(drafted), selector("random", 5)))
     torch.manual_seed(seed)
     ids = ids.repeat(rows, 1)
     options["attention_mask"] = torch.ones_like(ids)
@@ -188,8 +189,7 @@ def test_every_chosen_node_s_parent_is_chosen_when_all_scores_are_equal(policy, 
         footprints[..., seed % 4] = seed % 2 == 0
         real = torch.ones_like(parents, dtype=torch.bool)
         for gamma in (2, 5, 11, 12):
-            noise = draw_noise(policy, gamma, parents, generator, joint)
-            chosen = choose(parents, prob, real, footprints, policy, gamma, joint=joint, noise_RBN=noise)
+            chosen = chosen_of(parents, prob, real, footprints, policy, gamma, joint, seed)
             assert int(chosen.sum()) == 2 * gamma
             assert all(chosen[b, parents[b, n]] for b, n in chosen.nonzero().tolist() if n)
 
@@ -284,7 +284,7 @@ def test_a_head_is_fed_each_token_with_the_state_of_the_token_before_it(kind, se
 def test_a_static_cache_is_refused_and_never_silently_wrong(family):
     """Row 17: static caches cannot drop what was rejected."""
     model, ids = tiny_model(family, 0), random_prompt(5)
-    hook = CustomGenerate(Method(EmptyDrafter(), "confidence"))
+    hook = CustomGenerate(Method(EmptyDrafter(), selector("confidence")))
     for how in ({"cache_implementation": "static"}, {"cache": StaticCache(config=model.config, max_cache_len=64)}):
         with pytest.raises(InputError, match="cache"):
             generate(model, ids, drafter=EmptyDrafter(), policy="confidence", max_new_tokens=8, **how)

@@ -17,7 +17,6 @@ from ecospec.inference.replay.record import TreeRecorder, conditional
 from ecospec.inference.replay.results import replay
 from ecospec.inference.replay.stepping import Combination, Replay
 from ecospec.inference.replay.treefile import Position, TreeSet, read_trees, write_trees
-from ecospec.tracing.target.recorder import RoutingRecorder
 from tests.recording import (
     DEPTH,
     NEW_TOKENS,
@@ -70,10 +69,9 @@ def test_a_text_has_a_position_for_every_step_that_may_begin(ends):
 def test_a_text_that_ends_with_its_first_token_is_a_sample_without_steps():
     at = session(True, False)
     first = at.truth["code/0"][PROMPTS["code/0"]]
-    with RoutingRecorder(at.model) as recorder:
-        trees = TreeRecorder(at.model, recorder, at.drafter(at.truth["code/0"]), DEPTH)
-        parts = {"generator": draws("code/0"), "eos_token_id": first}
-        assert trees.record("code/0", ids_of("code/0"), **parts, **at.options) == []
+    trees = TreeRecorder(at.model, at.drafter(at.truth["code/0"]), DEPTH)
+    parts = {"generator": draws("code/0"), "eos_token_id": first}
+    assert trees.record("code/0", ids_of("code/0"), **parts, **at.options) == []
     whole = recorded(True, False)
     kept = [position for position in whole.positions if position.prompt_id != "code/0"]
     runs = {run["dataset"]: run for run in replay(TreeSet(whole.identity, kept), [Combination("confidence", 3)])}
@@ -83,18 +81,16 @@ def test_a_text_that_ends_with_its_first_token_is_a_sample_without_steps():
 
 def test_a_tree_deeper_than_was_said_is_refused():
     at = session(True, False)
-    with RoutingRecorder(at.model) as recorder:
-        trees = TreeRecorder(at.model, recorder, at.drafter(at.truth["code/0"]), DEPTH - 1)
-        with pytest.raises(InputError, match="3 levels deep"):
-            trees.record("code/0", ids_of("code/0"), draws("code/0"), **at.options)
+    trees = TreeRecorder(at.model, at.drafter(at.truth["code/0"]), DEPTH - 1)
+    with pytest.raises(InputError, match="3 levels deep"):
+        trees.record("code/0", ids_of("code/0"), draws("code/0"), **at.options)
 
 
 def test_what_might_keep_state_between_tokens_is_refused():
     at = session(True, False)
-    with RoutingRecorder(at.model) as recorder:
-        trees = TreeRecorder(at.model, recorder, at.drafter(at.truth["code/0"]), DEPTH)
-        with pytest.raises(InputError, match="logits_processor"):
-            trees.record("code/0", ids_of("code/0"), logits_processor=[Unknown()], **at.options)
+    trees = TreeRecorder(at.model, at.drafter(at.truth["code/0"]), DEPTH)
+    with pytest.raises(InputError, match="logits_processor"):
+        trees.record("code/0", ids_of("code/0"), logits_processor=[Unknown()], **at.options)
 
 
 @OPTIONS

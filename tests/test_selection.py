@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ecospec.errors import InputError
-from ecospec.inference.selection.greedy import POLICIES, select
+from ecospec.inference.selection.greedy import SCORES, GreedySelector, Score
+from ecospec.inference.selection.rule import select
+from tests.selecting import POLICIES, trees_of
 
 L, E = 2, 6
 
@@ -145,3 +147,42 @@ def test_gamma_zero_and_unknown_policies_are_refused_by_name():
         select(tree, None, "confidence", 0)
     with pytest.raises(InputError, match="greedy: unknown; choose one of"):
         select(tree, None, "greedy", 2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(trees(), st.integers(1, 12), st.sampled_from(["marginal", "global"]))
+def test_certain_probabilities_are_footprints(tree, gamma, policy):
+    """Footprints may be probabilities that an expert is used: of 0 and 1 they choose what bool ones choose."""
+    parents, prob, footprints = tree
+    certain = select(as_tree(parents, prob), footprints.float(), policy, gamma)
+    assert torch.equal(certain, select(as_tree(parents, prob), footprints, policy, gamma))
+
+
+def test_uncertain_experts_cost_their_probability():
+    footprints = torch.zeros(3, 1, 4)
+    footprints[1, 0, :2] = 0.5  # one new expert is expected
+    footprints[2, 0, 2:] = 1.0  # two
+    tree = as_tree([-1, 0, 0], [1.0, 0.4, 0.6])
+    assert select(tree, footprints, "marginal", 2).tolist() == [0, 1]
+    assert select(tree, footprints > 0, "marginal", 2).tolist() == [0, 2]
+
+
+@settings(max_examples=60, deadline=None)
+@given(trees(), st.integers(1, 12), st.sampled_from([0.3, 0.6, 2.0]))
+def test_a_node_scored_minus_infinity_is_never_chosen_and_ends_the_choice(tree, gamma, least):
+    """A score is a stop rule too: what is below `least` is not worth verifying, however many nodes γ allows."""
+    parents, prob, _ = tree
+
+    def worth(forest, epsilon, generator):
+        return lambda covered_GP, pick: forest.prob_GM.where(forest.prob_GM >= least, -torch.inf)
+
+    stopping = GreedySelector("worth", Score(worth), gamma)
+    pool = trees_of(torch.tensor([parents]), torch.tensor([prob]))
+    chosen = stopping.choose(pool)[0].nonzero()[:, 0].tolist()
+    allowed = [node for node in range(len(parents)) if node == 0 or prob[node] >= least]
+    confident = GreedySelector("all", SCORES["confidence"], len(parents)).choose(pool)[0]
+    assert 0 in chosen
+    assert all(parents[node] in chosen for node in chosen if node)
+    assert set(chosen) <= set(allowed)
+    assert len(chosen) == min(gamma, len(allowed)), "the allowed nodes are closed"
+    assert confident.all()

@@ -13,11 +13,12 @@ from ecospec.data import read_traces
 from ecospec.data.lab.recipe.card import shipped_weights
 from ecospec.data.prompts import read_prompts
 from ecospec.inference.assemble import MethodPlan, Workshop, plan_methods
-from ecospec.inference.config import DecodeConfig, DrafterConfig, MethodConfig, SelectionConfig
+from ecospec.inference.config import DecodeConfig, DrafterConfig, MethodConfig
 from ecospec.inference.decoding.generation import generate_with
 from ecospec.inference.evaluation.evaluate import evaluate, sample_seed, sampling_options
 from ecospec.inference.replay.command import TREES
 from ecospec.inference.replay.treefile import read_trees
+from ecospec.inference.selection.config import SelectionConfig
 from ecospec.predictor.config import TrainConfig
 from ecospec.predictor.evaluation.evaluate import evaluate_predictor
 from ecospec.predictor.kinds.loading import KINDS
@@ -25,7 +26,6 @@ from ecospec.tracing.cli import main
 from ecospec.tracing.stats.counts import Tally, summarise
 from ecospec.tracing.store.check import check_folder
 from ecospec.tracing.target.loading import lab_folder, load_target
-from ecospec.tracing.target.recorder import RoutingRecorder
 
 MIB = 2**20
 NEW_TOKENS = 64
@@ -43,14 +43,10 @@ def prompts():
     return read_prompts(PromptConfig(datasets=[f"lab/{domain}" for domain in DOMAINS], samples=10))
 
 
-@pytest.fixture(scope="module")
-def stock(target, prompts):
-    """What Transformers' own loop writes: (temperature, sample id) → ids."""
-    return {
-        (temperature, prompt.sample_id): decode_stock(target, prompt, temperature)
-        for temperature in (0.0, 1.0)
-        for prompt in prompts
-    }
+@pytest.fixture(scope="module", params=[0.0, 1.0])
+def stock(target, prompts, request):
+    """A temperature, and what Transformers' own loop writes at it: sample id → ids."""
+    return request.param, {prompt.sample_id: decode_stock(target, prompt, request.param) for prompt in prompts}
 
 
 def encode(target, prompt):
@@ -64,19 +60,19 @@ def decode_stock(target, prompt, temperature):
     ).tolist()
 
 
-def decode_ours(target, method, recorder, prompt, temperature):
+def decode_ours(target, method, prompt, temperature):
     torch.manual_seed(sample_seed(0, prompt.sample_id))
     options = {"max_new_tokens": NEW_TOKENS, **sampling_options(temperature)}
-    ids, _ = generate_with(target.model, method, encode(target, prompt), recorder=recorder, **options)
+    ids, _ = generate_with(target.model, method, encode(target, prompt), **options)
     return ids.tolist()
 
 
 SLOW = [pytest.param(policy, marks=pytest.mark.slow) for policy in ("global", "random")]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("policy", ["plain", "confidence", "marginal", *SLOW])
-def test_forty_prompts_decode_to_the_ids_of_generate(target, prompts, stock, policy, temperature):
+def test_forty_prompts_decode_to_the_ids_of_generate(target, prompts, stock, policy):
+    temperature, written = stock
     plan = MethodPlan(
         label=policy,
         baseline="none" if policy == "plain" else None,
@@ -86,10 +82,8 @@ def test_forty_prompts_decode_to_the_ids_of_generate(target, prompts, stock, pol
     )
     method = Workshop(target).method(plan)
     assert len(prompts) == 40
-    with RoutingRecorder(target.model) as recorder:
-        for prompt in prompts:
-            found = decode_ours(target, method, recorder, prompt, temperature)
-            assert found == stock[temperature, prompt.sample_id], prompt.sample_id
+    for prompt in prompts:
+        assert decode_ours(target, method, prompt, temperature) == written[prompt.sample_id], prompt.sample_id
 
 
 @pytest.mark.slow
@@ -114,8 +108,7 @@ def test_in_bf16_every_first_difference_is_within_rounding_and_gone_in_fp32(targ
         ids = torch.cat([prompt, torch.tensor([written[: max(0, difference.position - 2)]]).long()], dim=1)
         length = prompt.shape[1] + difference.position + 1
         expected = target.model.generate(ids, max_length=length, do_sample=False)
-        with RoutingRecorder(target.model) as recorder:
-            ours, _ = generate_with(target.model, method, ids, recorder=recorder, max_length=length, do_sample=False)
+        ours, _ = generate_with(target.model, method, ids, max_length=length, do_sample=False)
         assert torch.equal(ours, expected)
 
 

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("both_cores")
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_split_target_decodes_the_same_text(plan, tiny_target, tmp_path):
     single = decode(AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32))

@@ -34,6 +34,7 @@ def torchrun(target: Path, kind: str, output: Path) -> list[dict[str, np.ndarray
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("both_cores")
 @pytest.mark.parametrize(("family", "kind"), SPLITS)
 def test_a_split_target_has_the_routing_of_a_whole_one_on_every_process(family: str, kind: str, tmp_path: Path) -> None:
     """transformers#45473 and #40545: expert-parallel routers once gave each process ids of its own experts."""
@@ -50,6 +51,7 @@ def test_a_split_target_has_the_routing_of_a_whole_one_on_every_process(family: 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("both_cores")
 def test_replicas_each_have_the_whole_target_and_write(tmp_path: Path) -> None:
     target = tiny_target_folder(tmp_path / "target", seed=3)
     found = torchrun(target, "replicas", tmp_path)
@@ -58,6 +60,7 @@ def test_replicas_each_have_the_whole_target_and_write(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("both_cores")
 @pytest.mark.parametrize("options", [["--target.tp_size", "2"], ["--target.ep_size", "2"], []], ids=str)
 def test_the_command_traces_the_same_conversations_split_or_as_replicas(options: list[str], tmp_path: Path) -> None:
     target = tiny_target_folder(tmp_path / "target", seed=3)

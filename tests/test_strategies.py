@@ -62,6 +62,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("both_cores")
 @pytest.mark.parametrize("strategy", ["ddp", "deepspeed_stage_1", "deepspeed_stage_2"])
 def test_two_processes_killed_go_on_as_one_process_would_have_and_only_as_two(strategy, one_process, tmp_path):
     changes = TWO | {"strategy": strategy}
@@ -80,6 +81,7 @@ def test_two_processes_killed_go_on_as_one_process_would_have_and_only_as_two(st
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("both_cores")
 def test_a_loss_that_is_not_finite_in_one_process_ends_all_and_spares_what_was_saved(tmp_path):
     ended = run(2, tmp_path / "losses", *words(tmp_path / "out", **TWO), spoil_at=7)
     assert ended.returncode == 1 and not (tmp_path / "out").exists()
@@ -108,6 +110,7 @@ def test_a_killed_process_goes_on_bit_for_bit(die_at, one_process, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("both_cores")
 def test_mixed_precision_under_deepspeed_exports_float32(one_process, tmp_path):
     changes = TWO | {"strategy": "deepspeed_stage_2", "precision": "bf16-mixed"}
     done = run(2, tmp_path / "losses", *words(tmp_path / "out", **changes))

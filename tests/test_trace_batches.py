@@ -194,6 +194,7 @@ def overlap_by_sets(predictor: Table, items: list[SimpleNamespace]) -> float:
     return sum(shares) / len(shares)
 
 
+@pytest.mark.usefixtures("both_cores")
 def test_two_processes_measure_what_one_would_and_share_the_samples(tmp_path):
     lengths = random_lengths(6, 35)
     assert len(HeldOutBatches(items_of(lengths), LIMITS[0])) % 2  # one process has a batch less

@@ -8,7 +8,8 @@ from transformers import DynamicCache
 
 from ecospec.errors import InputError
 from ecospec.inference.target.cache import RowCache
-from ecospec.inference.target.verification import check_cache, check_tree_support, verify
+from ecospec.inference.target.support import check_cache, check_tree_support
+from ecospec.inference.target.transformers import verify
 from ecospec.inference.tree import DraftTree, ancestors_of, depths_of, stack
 from ecospec.tracing.target.recorder import RoutingRecorder
 from tests.tiny import VOCABULARY, tiny_model

@@ -1,13 +1,14 @@
 """Record which experts a MoE target uses. Names are imported on first use: this module loads nothing."""
 
-from ecospec.lazy import attributes
+from typing import TYPE_CHECKING
 
-_HOMES = {
-    "RoutingRecorder": "target.recorder",
-    "TransformersEngine": "job.engine",
-    "VllmEngine": "job.vllm",
-    "check_folder": "store.check",
-    "run_trace": "job.run",
-}
-__all__ = list(_HOMES)
-__getattr__ = attributes(__name__, _HOMES)
+from ecospec.lazy import offered
+
+if TYPE_CHECKING:
+    from ecospec.tracing.job.engine import TransformersEngine as TransformersEngine
+    from ecospec.tracing.job.run import run_trace as run_trace
+    from ecospec.tracing.job.vllm import VllmEngine as VllmEngine
+    from ecospec.tracing.store.check import check_folder as check_folder
+    from ecospec.tracing.target.recorder import RoutingRecorder as RoutingRecorder
+else:
+    __all__, __getattr__ = offered(__name__)

@@ -12,13 +12,7 @@ from ecospec.tracing.config import TraceConfig
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code of `ecospec-trace ARGV`."""
-    subcommands = [
-        cli.Subcommand("run", "trace prompts into the folder --output; running it again resumes", _run),
-        cli.Subcommand("check", "verify the trace folder DIR", _check, folders=1),
-        cli.Subcommand("stats", "expert load, union and reuse over the trace folder DIR", _stats, folders=1),
-        cli.Subcommand("export", "rewrite the trace folder DIR for other tools", _export, folders=1),
-    ]
-    return cli.main("ecospec-trace", TraceConfig, subcommands, argv)
+    return cli.main("ecospec-trace", SUBCOMMANDS, argv)
 
 
 def _run(config: TraceConfig) -> None:
@@ -62,3 +56,11 @@ def _require_output(config: TraceConfig, artifact: str) -> None:
     if config.output is None:
         raise InputError("no folder to write to: give --output DIR")
     require_new_folder(Path(config.output), config.overwrite, artifact)
+
+
+SUBCOMMANDS = (
+    cli.Subcommand("run", "trace prompts into the folder --output; running it again resumes", _run, TraceConfig),
+    cli.Subcommand("check", "verify the trace folder DIR", _check, TraceConfig, folders=1),
+    cli.Subcommand("stats", "expert load, union and reuse over the trace folder DIR", _stats, TraceConfig, folders=1),
+    cli.Subcommand("export", "rewrite the trace folder DIR for other tools", _export, TraceConfig, folders=1),
+)

@@ -8,7 +8,7 @@ Letters: B texts, T tokens of the prompts, padding included.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -26,11 +26,12 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ecospec.errors import InputError
-from ecospec.inference.decoding.loop import Method, SpeculativeLoop
+from ecospec.inference.decoding.loop import SpeculativeLoop
+from ecospec.inference.decoding.method import Method
 from ecospec.inference.decoding.picking import Picker, Row
 from ecospec.inference.decoding.statistics import Run
-from ecospec.inference.target.verification import check_batch, check_cache, check_context, check_tree_support
-from ecospec.tracing.target.recorder import RoutingRecorder
+from ecospec.inference.target.support import check_batch, check_cache, check_context, check_tree_support
+from ecospec.inference.target.transformers import TransformersSession
 
 REFUSED = {  # option of GenerationConfig: the values that change nothing
     "num_beams": (1, None),
@@ -77,7 +78,6 @@ def generate_with(
     method: Method,
     input_ids: Tensor,
     *,
-    recorder: RoutingRecorder,
     attention_mask: Tensor | None = None,
     generation_config: GenerationConfig | None = None,
     streamer: BaseStreamer | None = None,
@@ -101,16 +101,15 @@ def generate_with(
         if len(input_ids) > 1:
             raise InputError("streamer: it takes one text; decode a batch without it")
         streamer.put(input_ids.cpu())
-    loop = SpeculativeLoop(model, method, recorder, streamer.put if streamer else lambda tokens: None)
     texts = [ids_T[None, start:] for ids_T, start in zip(input_ids, _paddings(mask_BT), strict=True)]
     prepared = [_prepare(model, ids_1T, options, number) for number, ids_1T in enumerate(texts)]
     drawn_from = _generators(generators, input_ids, prepared[0].generation_config)
     pairs = zip(prepared, drawn_from, strict=True)
     rows = [Row(one.input_ids[0], _picker(one, generator)) for one, generator in pairs]
-    out = run(loop, rows, prepared, input_ids)
+    out, statistics = run(model, method, rows, prepared, input_ids, streamer.put if streamer else lambda tokens: None)
     if streamer is not None:
         streamer.end()
-    return out, loop.run
+    return out, statistics
 
 
 class CustomGenerate:
@@ -142,10 +141,7 @@ class CustomGenerate:
             Row(ids_T, _picker(replace(one, logits_processor=_for_row(logits_processor, number)), generator), padding)
             for number, (ids_T, generator, padding) in texts
         ]
-        with RoutingRecorder(model) as recorder:
-            loop = SpeculativeLoop(model, self.method, recorder)
-            out = run(loop, rows, [one] * len(rows), input_ids)
-        self.last_run = loop.run
+        out, self.last_run = run(model, self.method, rows, [one] * len(rows), input_ids)
         return out
 
 
@@ -161,32 +157,37 @@ def _for_row(processors: Sequence, number: int) -> LogitsProcessorList:
 
 
 def run(
-    loop: SpeculativeLoop, rows: list[Row], prepared: list[Prepared], input_ids: Tensor
-) -> Tensor | GenerateDecoderOnlyOutput:
-    """Decode the rows and put their ids behind `input_ids`, padded as Transformers pads."""
+    model: nn.Module,
+    method: Method,
+    rows: list[Row],
+    prepared: list[Prepared],
+    input_ids: Tensor,
+    on_tokens: Callable[[Tensor], object] = lambda tokens: None,
+) -> tuple[Tensor | GenerateDecoderOnlyOutput, Run]:
+    """Decode the rows: their ids behind `input_ids`, padded as Transformers pads, and the run's statistics."""
     config, cache = prepared[0].generation_config, prepared[0].cache
-    check_tree_support(loop.model)
-    check_context(loop.model.config, max(one.generation_config.max_length for one in prepared))
+    check_tree_support(model)
+    check_context(model.config, max(one.generation_config.max_length for one in prepared))
     if cache is None:
         raise InputError("use_cache=False: speculative decoding needs the cache")
     if cache.get_seq_length():
         raise InputError("cache: it already holds tokens; begin with the whole text and an empty cache")
     if len(rows) > 1:
-        check_batch(loop.model.config)
+        check_batch(model.config)
         cache = DynamicCache()
     check_cache(cache)
     starts = [len(row.ids_T) for row in rows]
-    loop.decode(rows, cache)
+    session = TransformersSession(model, cache, method.feature_layers)
+    statistics = SpeculativeLoop(session, method, on_tokens=on_tokens).decode(rows)
     new = [row.ids_T[start:] for row, start in zip(rows, starts, strict=True)]
     width = max(len(ids) for ids in new)
     sequences = torch.cat([input_ids, input_ids.new_full((len(rows), width), _pad_id(config))], dim=1)
     for row, ids in zip(sequences, new, strict=True):
         row[input_ids.shape[1] :][: len(ids)] = ids
     if not config.return_dict_in_generate:
-        return sequences
-    if len(rows) > 1:
-        return GenerateDecoderOnlyOutput(sequences=sequences)
-    return GenerateDecoderOnlyOutput(sequences=sequences, cache=cache)
+        return sequences, statistics
+    own_cache = {} if len(rows) > 1 else {"cache": cache}
+    return GenerateDecoderOnlyOutput(sequences=sequences, **own_cache), statistics
 
 
 def refuse_unsupported(model: nn.Module, options: dict) -> None:

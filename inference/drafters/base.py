@@ -20,7 +20,6 @@ NO_HIDDEN = (
     "--selection.footprints draft_mlp: reads what the target feeds a draft head, and this drafter is fed nothing; "
     "draft with eagle3 or mtp, or take other footprints"
 )
-FINAL = -1  # the feature layer whose output is the target's last hidden state, after its final norm
 
 
 class Drafter(Protocol):

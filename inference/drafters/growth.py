@@ -16,7 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ecospec.errors import InputError
 from ecospec.inference.drafters.base import NO_HIDDEN, BatchDrafter, DraftHead
-from ecospec.inference.target.cache import RowCache, seen_past
+from ecospec.inference.target.cache import RowCache
+from ecospec.inference.target.masks import seen_past
 from ecospec.inference.tree import DraftTrees, trees_from_levels
 
 

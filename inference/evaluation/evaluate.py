@@ -21,7 +21,7 @@ from ecospec.data.prompts import Prompt
 from ecospec.inference.assemble import MethodPlan, Workshop
 from ecospec.inference.config import DecodeConfig
 from ecospec.inference.decoding.generation import generate_with
-from ecospec.inference.decoding.loop import Method
+from ecospec.inference.decoding.method import Method
 from ecospec.inference.decoding.statistics import Run, Step
 from ecospec.inference.evaluation.lossless import Difference, Probe, compare, first_difference, routed
 from ecospec.inference.evaluation.turns import Turns
@@ -68,18 +68,17 @@ def evaluate(
         for batch in batches(prompts, size)
     ]
     outcomes, turns = [], defaultdict(lambda: Turns(config, target))
-    with RoutingRecorder(target.model) as recorder:
-        decode = _Decoder(config, target, recorder, methods)
-        for plan in plans:
-            decode(plan, [prompts[0]], config.temperature[0], max_new_tokens=WARM_UP_TOKENS)
-        for job, (size, temperature, planned) in enumerate(progress(jobs, "batches decoded by every method")):
-            batch = [turns[size, temperature].complete(prompt) for prompt in planned]
-            for index in _rotated(len(plans), job):
-                new_ids, run = decode(plans[index], batch, temperature)
-                outcomes.append(Outcome(plans[index], batch, temperature, size, new_ids, run))
-                if plans[index].baseline == "none":
-                    turns[size, temperature].note(batch, new_ids)
-        return outcomes, _differences(decode, outcomes)
+    decode = _Decoder(config, target, methods)
+    for plan in plans:
+        decode(plan, [prompts[0]], config.temperature[0], max_new_tokens=WARM_UP_TOKENS)
+    for job, (size, temperature, planned) in enumerate(progress(jobs, "batches decoded by every method")):
+        batch = [turns[size, temperature].complete(prompt) for prompt in planned]
+        for index in _rotated(len(plans), job):
+            new_ids, run = decode(plans[index], batch, temperature)
+            outcomes.append(Outcome(plans[index], batch, temperature, size, new_ids, run))
+            if plans[index].baseline == "none":
+                turns[size, temperature].note(batch, new_ids)
+    return outcomes, _differences(decode, outcomes)
 
 
 def _differences(decode: "_Decoder", outcomes: list[Outcome]) -> dict[tuple, list[Difference]]:
@@ -140,12 +139,9 @@ def sampling_options(temperature: float) -> dict:
 class _Decoder:
     """Decodes one batch with one method, each text seeded by its prompt."""
 
-    def __init__(
-        self, config: DecodeConfig, target: Target, recorder: RoutingRecorder, methods: dict[str, Method | None]
-    ) -> None:
+    def __init__(self, config: DecodeConfig, target: Target, methods: dict[str, Method | None]) -> None:
         self.config = config
         self.target = target
-        self.recorder = recorder
         self.methods = methods
 
     def __call__(
@@ -156,13 +152,13 @@ class _Decoder:
         texts, method = [self.encode(prompt) for prompt in batch], self.methods[plan.label]
         if method is None:
             torch.manual_seed(seeds[0])
-            ids, run = _stock_generate(self.target, self.recorder, texts[0][None], options)
+            ids, run = _stock_generate(self.target, texts[0][None], options)
             return [ids[0, len(texts[0]) :].tolist()], run
         method.seed = seeds[0]
         generators = [torch.Generator(self.target.model.device).manual_seed(seed) for seed in seeds]
         ids_BT, mask_BT = left_padded(texts)
-        loop = {"recorder": self.recorder, "generators": generators, "attention_mask": mask_BT}
-        out, run = generate_with(self.target.model, method, ids_BT, **loop, **options)
+        per_text = {"generators": generators, "attention_mask": mask_BT}
+        out, run = generate_with(self.target.model, method, ids_BT, **per_text, **options)
         return [ids[ids_BT.shape[1] :][:count].tolist() for ids, count in zip(out, run.new_by_row, strict=True)], run
 
     def encode(self, prompt: Prompt) -> Tensor:
@@ -192,13 +188,14 @@ class _FirstTokenTimer(BaseStreamer):
         """Nothing to close."""
 
 
-def _stock_generate(target: Target, recorder: RoutingRecorder, ids_1T: Tensor, options: dict) -> tuple[Tensor, Run]:
+def _stock_generate(target: Target, ids_1T: Tensor, options: dict) -> tuple[Tensor, Run]:
     """Transformers' own loop, timed from its first token on."""
     timer = _FirstTokenTimer()
-    out = target.model.generate(ids_1T, streamer=timer, **options)
-    end = time.perf_counter()
+    with RoutingRecorder(target.model) as recorder:
+        out = target.model.generate(ids_1T, streamer=timer, **options)
+        end = time.perf_counter()
+        experts_TLK = recorder.take()[ids_1T.shape[1] :]
     prompt_at, first_at = timer.times
-    experts_TLK = recorder.take()[ids_1T.shape[1] :]
     steps = [Step([1], [1], [[0]], experts_11LK) for experts_11LK in experts_TLK[:, None, None]]
     return out, Run([out.shape[1] - ids_1T.shape[1]], first_at - prompt_at, end - first_at, steps)
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ecospec.inference.target.cache import RowCache, additive, seen_past
-from ecospec.inference.tree import DraftTrees, ancestors_of
+from ecospec.inference.target.cache import RowCache
+from ecospec.inference.target.masks import additive, seen_past
+from ecospec.inference.tree import DraftTrees
 from ecospec.predictor.kinds.predictor.model import ExpertPredictor
 from ecospec.predictor.kinds.tables import FrequencyPredictor, TokenPredictor
 from ecospec.predictor.objective.metrics import top_experts
@@ -72,7 +73,7 @@ class PredictorFootprints:
         after_BN = torch.arange(n, device=device).expand(len(new), -1)
         after_BN = torch.cat([after_BN, new_B[:, None] - 1 + trees.depth_BN[:, 1:]], dim=1)
         seen = torch.cat(
-            [seen_past(lengths_B, self.cache.width, after_BN), _seen_new(new_B, n, ancestors_of(trees.parents_BN))], -1
+            [seen_past(lengths_B, self.cache.width, after_BN), _seen_new(new_B, n, trees.ancestors_BNN)], -1
         )
         logits = self.predictor(
             torch.cat([ids_Bn, trees.tokens_BN[:, 1:]], dim=1),

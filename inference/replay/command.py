@@ -24,7 +24,6 @@ from ecospec.inference.replay.treefile import Identity, Position, TreeSet, read_
 from ecospec.predictor.kinds.tables import fit_tables
 from ecospec.progress import progress
 from ecospec.tracing.target.loading import Target, lab_folder, load_target
-from ecospec.tracing.target.recorder import RoutingRecorder
 from ecospec.tracing.target.requests import prompt_ids
 
 TREES, REPLAY = "trees.parquet", "replay.json"
@@ -50,10 +49,8 @@ def run_record(config: DecodeConfig, output: Path) -> str:
 
     def write(folder: Path) -> None:
         nonlocal written
-        with RoutingRecorder(target.model) as recorder:
-            trees = TreeRecorder(target.model, recorder, workshop.drafter(drafter), drafter.steps, sources)
-            positions = _positions(config, target, trees, prompts)
-            written = write_trees(folder / TREES, identity, positions, trees.seconds)
+        trees = TreeRecorder(target.model, workshop.drafter(drafter), drafter.steps, sources)
+        written = write_trees(folder / TREES, identity, _positions(config, target, trees, prompts), trees.seconds)
         write_json(folder / "provenance.json", provenance() | {"config": dataclasses.asdict(config)})
 
     replace_folder(output, write)

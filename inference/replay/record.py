@@ -15,50 +15,45 @@ from statistics import median
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, GenerationConfig
+from transformers import DynamicCache, GenerationConfig
 from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 
 from ecospec.errors import InputError
 from ecospec.inference.decoding.generation import refuse_unsupported
-from ecospec.inference.decoding.loop import Method, News, SpeculativeLoop
-from ecospec.inference.decoding.picking import Picker, Row
+from ecospec.inference.decoding.loop import SpeculativeLoop, Verified
+from ecospec.inference.decoding.method import Method
+from ecospec.inference.decoding.picking import Picker, Row, Walk
 from ecospec.inference.decoding.statistics import StepClock
 from ecospec.inference.drafters.base import BatchDrafter, Drafter
 from ecospec.inference.footprints.sources import FootprintSource, needs_hidden
 from ecospec.inference.replay.treefile import PREDICTED, TARGET, Position
-from ecospec.inference.target.cache import RowCache
-from ecospec.inference.target.features import FeatureTap
-from ecospec.inference.target.verification import check_context, check_tree_support, verify
+from ecospec.inference.selection.base import WholePool
+from ecospec.inference.target.support import check_context, check_tree_support
+from ecospec.inference.target.transformers import TransformersSession
 from ecospec.inference.tree import DraftTree, DraftTrees
-from ecospec.tracing.target.recorder import RoutingRecorder
 
 
 class TreeRecorder:
     """Records the pools of `drafter` along texts of `model`; `depth` bounds the depth of its trees.
 
     `sources`: what predicts their experts, by the name of the footprints; each is timed, and those of `PREDICTED` are
-    kept. `recorder` is entered already. Raises InputError for a target on which no tree can be verified, and for a
-    source that the drafter cannot feed.
+    kept. Raises InputError for a target on which no tree can be verified, and for a source that the drafter cannot
+    feed.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        recorder: RoutingRecorder,
         drafter: Drafter | BatchDrafter,
         depth: int,
         sources: Mapping[str, FootprintSource] | None = None,
     ) -> None:
         check_tree_support(model)
         self.model = model
-        self.recorder = recorder
         self.depth = depth
-        self.sources = sources or {}
-        self.drafter = Method(drafter, "confidence").drafter
-        if any(map(needs_hidden, self.sources.values())):
-            self.drafter.give_hidden()
-        self.tap = FeatureTap(model, tuple(self.drafter.feature_layers))
-        self.times: dict[str, list[float]] = {name: [] for name in (TARGET, *self.sources)}
+        self.sources = AllSources(sources or {})
+        self.method = Method(drafter, WholePool(), self.sources)
+        self.target_times: list[float] = []
         self.last_answer: list[int] = []  # ids of the text recorded last, without its prompt
 
     def record(
@@ -70,89 +65,89 @@ class TreeRecorder:
         `model.generate`. Raises InputError for what is not supported and for a tree deeper than `depth`.
         """
         refuse_unsupported(self.model, {"generation_config": None, **generation_kwargs})
-        text = _Text(self.model, self.recorder, self.depth, generator)
+        text = _Text(self.depth, generator)
         out_1T = self.model.generate(
             ids_1T, attention_mask=torch.ones_like(ids_1T), custom_generate=text, **generation_kwargs
         )
         self.last_answer = out_1T[0, ids_1T.shape[1] :].tolist()
-        self.times[TARGET] += [step.clock.seconds()["verify"] for step in text.run.steps]
-        return self._positions(prompt_id, ids_1T.shape[1], text)
+        self.target_times += [step.clock.seconds()["verify"] for step in text.run.steps]
+        return self._positions(prompt_id, ids_1T[0], text)
 
     def seconds(self) -> dict[str, float]:
         """Medians over the positions so far: seconds of each source, and of the target's pass over the root alone."""
-        return {name: median(times) for name, times in self.times.items() if times}
+        times = {TARGET: self.target_times, **self.sources.times}
+        return {name: median(found) for name, found in times.items() if found}
 
-    @torch.no_grad()
-    def _positions(self, prompt_id: str, prompt_length: int, text: "_Text") -> list[Position]:
-        rows = []
-        for part in (self.drafter, *self.sources.values()):
-            part.reset(1)
-        with self.tap:
-            cache, news = self._prefill(text.row.ids_T[:prompt_length])
-            for place in range(prompt_length, text.length - 1):
-                row, news = self._position(prompt_id, place, text.row, cache, news)
-                rows.append(row)
-        return rows
+    def _positions(self, prompt_id: str, prompt_P: Tensor, text: "_Text") -> list[Position]:
+        """Go along the text a token a step, with the whole pool verified at each."""
+        positions: list[Position] = []
 
-    def _prefill(self, prompt_P: Tensor) -> tuple[RowCache, News]:
-        cache = RowCache(DynamicCache(config=self.model.config.get_text_config()))
-        options = {"use_cache": True, "logits_to_keep": 1, **self.tap.options}
-        out = self.model(input_ids=prompt_P[None], cache=cache.cache, **options)
-        true_PLK = self.recorder.take()
-        cache.cache.activate_past_recording()
-        cache.keep_first([len(prompt_P)], len(prompt_P))
-        return cache, self._news(out, true_PLK, len(prompt_P))
+        def note(step: Verified) -> None:
+            place = len(prompt_P) + len(positions)
+            tree = step.trees.row(0)
+            if int(tree.depth_N.max()) > self.depth:
+                depth = int(tree.depth_N.max())
+                raise InputError(f"drafter: its tree is {depth} levels deep where {self.depth} was said")
+            known = {"prompt_id": prompt_id, "position": place, "root": int(text.ids_T[place])}
+            found = {**_drafts(tree), **_truth(tree, step, text, place), **_predicted(self.sources.last, step)}
+            positions.append(Position(**known, **found))
 
-    def _news(self, out: object, true_NLK: Tensor, count: int) -> News:
-        """Of a pass over one text, what its first `count` positions tell."""
-        features_1NF = self.tap.read(out)
-        return News(None if features_1NF is None else [features_1NF[0, :count]], [true_NLK[:count]])
+        cache = DynamicCache(config=self.model.config.get_text_config())
+        session = TransformersSession(self.model, cache, self.method.feature_layers)
+        along = Along(text.ids_T[: text.length])
+        SpeculativeLoop(session, self.method, along, on_step=note).decode([Row(prompt_P, text.picker)])
+        return positions
 
-    def _position(self, prompt_id: str, place: int, row: Row, cache: RowCache, news: News) -> tuple[Position, News]:
-        """Draft, predict and verify the whole pool after the token at `place`; keep the root."""
-        ids_T = row.ids_T[: place + 1]
-        trees = self.drafter.draft([ids_T], news.features)
-        tree = trees.row(0)
-        if int(tree.depth_N.max()) > self.depth:
-            raise InputError(f"drafter: its tree is {int(tree.depth_N.max())} levels deep where {self.depth} was said")
-        predicted = self._predict(ids_T, trees, news.routed)
-        out = verify(self.model, cache, trees, **self.tap.options)
-        true_NLK = self.recorder.take(len(tree))
-        cache.keep_first([1], len(tree))
-        position = Position(
-            prompt_id,
-            place,
-            int(ids_T[-1]),
-            **_drafts(tree),
-            accepted_M=_accepted(tree, row.ids_T[place:]),
-            target_prob_M=_target_prob(tree, ids_T, out.logits[0], row.picker),
-            experts_true_NLK=true_NLK.sort(-1).values.cpu().numpy(),
-            **{f"{PREDICTED[name]}_NLK": _ids(name, found, true_NLK.shape[-1]) for name, found in predicted.items()},
-        )
-        return position, self._news(out, true_NLK, 1)
 
-    def _predict(self, ids_T: Tensor, trees: DraftTrees, routed: list[Tensor]) -> dict[str, Tensor]:
-        """Footprints [N, L, E] of the sources that are kept; all are timed."""
-        found = {}
+class AllSources:
+    """A `FootprintSource` that asks several at once: `last` has what each said, `times` the seconds that each took."""
+
+    def __init__(self, sources: Mapping[str, FootprintSource]) -> None:
+        self.sources = sources
+        self.needs_hidden = any(map(needs_hidden, sources.values()))
+        self.last: dict[str, Tensor] = {}
+        self.times: dict[str, list[float]] = {name: [] for name in sources}
+
+    def reset(self, rows: int) -> None:
+        """See `FootprintSource`."""
+        for source in self.sources.values():
+            source.reset(rows)
+
+    def keep_rows(self, rows: list[int]) -> None:
+        """See `FootprintSource`."""
+        for source in self.sources.values():
+            source.keep_rows(rows)
+
+    def footprints(self, texts: list[Tensor], trees: DraftTrees, routed: list[Tensor]) -> None:
+        """Ask every source; nothing is selected by what they say."""
         for name, source in self.sources.items():
-            clock = StepClock(ids_T.device)
-            footprints_1NLE = source.footprints([ids_T], trees, routed)
+            clock = StepClock(texts[0].device)
+            self.last[name] = source.footprints(texts, trees, routed)
             self.times[name].append(clock.stop().total())
-            if name in PREDICTED:
-                found[name] = footprints_1NLE[0]
-        return found
+
+
+class Along:
+    """Follows a text that is known: one token a step, whatever the target would pick. Stands in for `picking.walk`."""
+
+    def __init__(self, text_T: Tensor) -> None:
+        self.text_T = text_T
+
+    def __call__(self, trees: DraftTrees, logits_BNV: Tensor, rows: list[Row]) -> list[Walk]:
+        """See `picking.walk`, for one row."""
+        (row,) = rows
+        row.ids_T = self.text_T[: len(row.ids_T) + 1]
+        ended = len(row.ids_T) == len(self.text_T)
+        return [Walk([int(row.ids_T[-1])], [0], 1, ended, trees.width)]
 
 
 class _Text:
-    """A `custom_generate` that decodes plainly, `beyond` tokens past the end; `length` is the text's without them.
+    """A `custom_generate` that decodes plainly, `beyond` tokens past the end.
 
-    `run` holds its steps: passes of the target over a root alone.
+    `ids_T`: the text and what lies past its end; `length` is the text's without that; `picker` is how it was picked,
+    `run` its steps: passes of the target over a root alone.
     """
 
-    def __init__(
-        self, model: nn.Module, recorder: RoutingRecorder, beyond: int, generator: torch.Generator | None
-    ) -> None:
-        self.loop = SpeculativeLoop(model, Method(), recorder)
+    def __init__(self, beyond: int, generator: torch.Generator | None) -> None:
         self.beyond = beyond
         self.generator = generator
 
@@ -165,17 +160,16 @@ class _Text:
         generation_config: GenerationConfig,
         **model_kwargs,
     ) -> Tensor:
-        """The ids of the text, `row` and `length` beside it."""
+        """The ids of the text."""
         check_context(model.config, generation_config.max_length + self.beyond)
         if Picker(logits_processor, stopping_criteria, False).keeps_state:
             raise InputError("logits_processor, stopping_criteria: recording takes Transformers' own; leave out others")
         end = _PastTheEnd(stopping_criteria, self.beyond)
-        picker = Picker(logits_processor, StoppingCriteriaList([end]), generation_config.do_sample, self.generator)
-        self.row = Row(input_ids[0], picker)
-        cache: Cache = model_kwargs["cache"]
-        self.run = self.loop.decode([self.row], cache)
-        self.length = end.length
-        return self.row.ids_T[None, : self.length]
+        self.picker = Picker(logits_processor, StoppingCriteriaList([end]), generation_config.do_sample, self.generator)
+        row = Row(input_ids[0], self.picker)
+        self.run = SpeculativeLoop(TransformersSession(model, model_kwargs["cache"]), Method()).decode([row])
+        self.ids_T, self.length = row.ids_T, end.length
+        return row.ids_T[None, : end.length]
 
 
 class _PastTheEnd(StoppingCriteria):
@@ -218,6 +212,22 @@ def conditional(prob_M: np.ndarray, above_M: np.ndarray) -> np.ndarray:
     back_M = factor_M * above_M
     towards_M = np.where(back_M < prob_M, np.float32(np.inf), np.float32(0))
     return np.where(back_M == prob_M, factor_M, np.nextafter(factor_M, towards_M))
+
+
+def _truth(tree: DraftTree, step: Verified, text: _Text, place: int) -> dict[str, np.ndarray]:
+    """What the target made of the pool: drafts its text follows, their probabilities, every node's experts."""
+    experts_NLK = step.told.experts_BNLK[0]
+    return {
+        "accepted_M": _accepted(tree, text.ids_T[place:]),
+        "target_prob_M": _target_prob(tree, text.ids_T[: place + 1], step.told.logits_BNV[0], text.picker),
+        "experts_true_NLK": experts_NLK.sort(-1).values.cpu().numpy(),
+    }
+
+
+def _predicted(last: Mapping[str, Tensor], step: Verified) -> dict[str, np.ndarray]:
+    """Expert ids [N, L, K] of the sources that a tree file keeps."""
+    top_k = step.told.experts_BNLK.shape[-1]
+    return {f"{PREDICTED[name]}_NLK": _ids(name, found[0], top_k) for name, found in last.items() if name in PREDICTED}
 
 
 def _accepted(tree: DraftTree, going_on_T: Tensor) -> np.ndarray:

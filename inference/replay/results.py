@@ -11,7 +11,7 @@ import numpy as np
 from ecospec.inference.replay.modelled_speed import modelled_speedups
 from ecospec.inference.replay.stepping import Combination, Replay, Steps, Tables
 from ecospec.inference.replay.treefile import TARGET, Identity, TreeSet
-from ecospec.inference.selection.greedy import EPSILON, NEEDS_FOOTPRINTS
+from ecospec.inference.selection.greedy import EPSILON
 from ecospec.progress import progress
 
 RESAMPLES = 1000
@@ -54,7 +54,7 @@ def _eagles(combination: Combination) -> Combination:
 
 def _oracles(combination: Combination) -> Combination | None:
     """The same policy, γ and ε with the target's own experts; None for a policy that needs none."""
-    return replace(combination, footprints="oracle") if combination.policy in NEEDS_FOOTPRINTS else None
+    return replace(combination, footprints="oracle") if combination.needs_footprints else None
 
 
 def _groups(identity: Identity) -> list[tuple[str, list[str]]]:
@@ -65,7 +65,7 @@ def _groups(identity: Identity) -> list[tuple[str, list[str]]]:
 
 
 def _identity(identity: Identity, combination: Combination) -> dict:
-    needs = combination.policy in NEEDS_FOOTPRINTS
+    needs = combination.needs_footprints
     folders = {"predictor": identity.predictor, **identity.rungs}
     return {
         "label": label(combination),
@@ -86,7 +86,7 @@ def _identity(identity: Identity, combination: Combination) -> dict:
 
 def label(combination: Combination) -> str:
     """`confidence`, `marginal/oracle`, `marginal/predictor ε=1`."""
-    if combination.policy not in NEEDS_FOOTPRINTS:
+    if not combination.needs_footprints:
         return combination.policy
     epsilon = "" if combination.epsilon == EPSILON else f" ε={combination.epsilon:g}"
     return f"{combination.policy}/{combination.footprints}{epsilon}"

@@ -1,8 +1,9 @@
 """Step through recorded pools as decoding would: every policy, footprint source and γ, without a target.
 
-What a selection makes of a position depends on that position alone, so it is worked out for all positions at once,
+What most selectors make of a position depends on that position alone, so it is worked out for all positions at once,
 pools of one width together; stepping is then a walk over integers: begin at a text's first position, go on as many
-positions as the step emits.
+positions as the step emits. A selector that learns is asked at one position after the other. Either way it is the very
+object that live decoding asks.
 
 Letters: X positions of a file, S steps of a prompt, B positions of one batch, N tree nodes (root first), L MoE layers,
 E experts, K experts per token.
@@ -10,7 +11,7 @@ E experts, K experts per token.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,7 +20,10 @@ from torch import Tensor
 from ecospec.errors import InputError
 from ecospec.inference.footprints.sources import as_footprints, same_for_all
 from ecospec.inference.replay.treefile import PREDICTED, Position, TreeSet
-from ecospec.inference.selection.greedy import EPSILON, NEEDS_FOOTPRINTS, check_selection, choose, draw_noise
+from ecospec.inference.selection.base import Selector, require_footprints
+from ecospec.inference.selection.config import selector
+from ecospec.inference.selection.greedy import EPSILON
+from ecospec.inference.tree import DraftTrees
 from ecospec.predictor.kinds.tables import FrequencyPredictor, TokenPredictor
 
 BATCH_BYTES = 2**21  # of one batch's footprints, to stay in a cache
@@ -39,9 +43,16 @@ class Combination:
     epsilon: float = EPSILON
 
     def __post_init__(self) -> None:
-        check_selection(self.policy, self.gamma, self.epsilon)
-        if self.footprints is None and self.policy in NEEDS_FOOTPRINTS:
-            raise InputError(f"--selection.policy {self.policy}: needs footprints; give --footprints")
+        if self.footprints is None and self.needs_footprints:
+            raise require_footprints(self.policy)
+
+    @property
+    def needs_footprints(self) -> bool:
+        return self.build().needs_footprints
+
+    def build(self) -> Selector:
+        """The selector that live decoding would ask."""
+        return selector(self.policy, self.gamma, self.epsilon)
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,10 @@ class Steps:
     verified_S: np.ndarray
     active_SL: np.ndarray
 
+    def at(self, index_S: np.ndarray) -> "Steps":
+        """Some of the steps."""
+        return Steps(self.emitted_S[index_S], self.verified_S[index_S], self.active_SL[index_S])
+
 
 @dataclass(frozen=True)
 class Pools:
@@ -61,10 +76,7 @@ class Pools:
     """
 
     numbers_B: np.ndarray
-    parents_BN: Tensor
-    prob_BN: Tensor
-    depth_BN: Tensor
-    tokens_BN: Tensor
+    trees: DraftTrees
     accepted_BN: Tensor
     ids: dict[str, Tensor]
     before_BLK: Tensor
@@ -73,14 +85,15 @@ class Pools:
         """bool [B, N, L, E]. Raises InputError for a source that the file lacks and no table gives."""
         if source in self.ids:
             return as_footprints(self.ids[source].long(), num_experts)
+        tokens_BN = self.trees.tokens_BN
         if source == "last_step":
-            return same_for_all(self.before_BLK.long(), self.tokens_BN.shape[1], num_experts)
+            return same_for_all(self.before_BLK.long(), tokens_BN.shape[1], num_experts)
         if source not in tables:
             remedy = "the trees were recorded without it" if source in PREDICTED else "no such table"
             raise InputError(f"--footprints {source}: {remedy}")
-        tokens, place_X = np.unique(self.tokens_BN.numpy(), return_inverse=True)
+        tokens, place_X = np.unique(tokens_BN.numpy(), return_inverse=True)
         experts_XLK = torch.from_numpy(tables[source].predict(tokens)).long()
-        return as_footprints(experts_XLK, num_experts)[torch.from_numpy(place_X.reshape(self.tokens_BN.shape))]
+        return as_footprints(experts_XLK, num_experts)[torch.from_numpy(place_X.reshape(tokens_BN.shape))]
 
 
 def combinations(
@@ -90,7 +103,7 @@ def combinations(
     found = []
     for gamma in gammas:
         for policy in policies:
-            if policy in NEEDS_FOOTPRINTS:
+            if selector(policy, gamma).needs_footprints:
                 found += [Combination(policy, gamma, source, epsilon) for source in sources for epsilon in epsilons]
             else:
                 found.append(Combination(policy, gamma))
@@ -103,31 +116,51 @@ class Replay:
     def __init__(self, trees: TreeSet, tables: Tables | None = None) -> None:
         self.trees = trees
         self.tables = tables or {}
-        self.pools = list(_pools(trees))
+        self._before = _experts_before(trees)
+        self.pools = list(_pools(trees, self._before))
 
     def steps(self, combination: Combination) -> dict[str, Steps]:
         """Each prompt's steps, by prompt id. Raises InputError for a footprint source that is not there."""
+        chooser = combination.build()
+        if chooser.learns:
+            return {name: self._go_along(chooser, combination, span) for name, span in self.trees.spans.items()}
         X, L = len(self.trees.positions), self.trees.identity.num_layers
-        emitted_X, verified_X = np.ones(X, np.int64), np.ones(X, np.int64)
-        active_XL = np.zeros((X, L), np.int64)
-        generator = torch.Generator().manual_seed(self.trees.identity.seed)
+        every = Steps(np.ones(X, np.int64), np.ones(X, np.int64), np.zeros((X, L), np.int64))
+        chooser.reset(X, self.trees.identity.seed)
         for pools in self.pools:
-            chosen_BN = self._choose(pools, combination, generator)
-            depth_BN = pools.depth_BN * (pools.accepted_BN & chosen_BN)
-            emitted_X[pools.numbers_B] = 1 + depth_BN.amax(1).numpy()
-            verified_X[pools.numbers_B] = chosen_BN.sum(1).numpy()
-            active_XL[pools.numbers_B] = self._active(pools, chosen_BN).numpy()
-        taken = {prompt_id: _walk(emitted_X, span) for prompt_id, span in self.trees.spans.items()}
-        return {name: Steps(emitted_X[at], verified_X[at], active_XL[at]) for name, at in taken.items()}
+            self._step(every, pools, chooser.choose(pools.trees, self._footprints(pools, combination)))
+        taken = {prompt_id: _walk(every.emitted_S, span) for prompt_id, span in self.trees.spans.items()}
+        return {name: every.at(at_S) for name, at_S in taken.items()}
 
-    def _choose(self, pools: Pools, combination: Combination, generator: torch.Generator) -> Tensor:
-        policy, gamma = combination.policy, combination.gamma
-        footprints = None
-        if policy in NEEDS_FOOTPRINTS:
-            footprints = pools.footprints(combination.footprints, self.tables, self.trees.identity.num_experts)
-        noise = draw_noise(policy, gamma, pools.parents_BN, generator)
-        fields = (pools.parents_BN, pools.prob_BN, torch.ones_like(pools.accepted_BN), footprints)
-        return choose(*fields, policy, gamma, combination.epsilon, noise_RBN=noise)
+    def _go_along(self, chooser: Selector, combination: Combination, span: range) -> Steps:
+        """One prompt's steps one after the other, for a selector that learns from them."""
+        X, L = len(span), self.trees.identity.num_layers
+        every = Steps(np.ones(X, np.int64), np.ones(X, np.int64), np.zeros((X, L), np.int64))
+        chooser.reset(1, self.trees.identity.seed)
+        at, taken = 0, []
+        while at < X:
+            number = np.array([span.start + at])
+            pools = _stacked(number, [self.trees.positions[span.start + at]], self._before[number])
+            chosen_1N = chooser.choose(pools.trees, self._footprints(pools, combination))
+            self._step(every, replace(pools, numbers_B=np.array([at])), chosen_1N)
+            experts_1NLK = pools.ids["oracle"][:, chosen_1N[0]].long()
+            kept_N = (pools.accepted_BN & chosen_1N)[chosen_1N].nonzero()[:, 0]
+            chooser.observe(pools.trees.pack(chosen_1N), experts_1NLK, [kept_N.tolist()])
+            taken.append(at)
+            at += int(every.emitted_S[at])
+        return every.at(np.array(taken, np.int64))
+
+    def _step(self, every: Steps, pools: Pools, chosen_BN: Tensor) -> None:
+        """Write down what the chosen nodes give at the pools' positions."""
+        depth_BN = pools.trees.depth_BN * (pools.accepted_BN & chosen_BN)
+        every.emitted_S[pools.numbers_B] = 1 + depth_BN.amax(1).numpy()
+        every.verified_S[pools.numbers_B] = chosen_BN.sum(1).numpy()
+        every.active_SL[pools.numbers_B] = self._active(pools, chosen_BN).numpy()
+
+    def _footprints(self, pools: Pools, combination: Combination) -> Tensor | None:
+        if not combination.needs_footprints:
+            return None
+        return pools.footprints(combination.footprints, self.tables, self.trees.identity.num_experts)
 
     def _active(self, pools: Pools, chosen_BN: Tensor) -> Tensor:
         """Unique experts of the chosen nodes, int64 [B, L]."""
@@ -147,9 +180,8 @@ def _walk(emitted_X: np.ndarray, span: range) -> np.ndarray:
     return np.array(taken, np.int64)
 
 
-def _pools(trees: TreeSet) -> Iterator[Pools]:
+def _pools(trees: TreeSet, before: np.ndarray) -> Iterator[Pools]:
     """All positions in batches of one width and of bounded size."""
-    before = _experts_before(trees)
     numbers = defaultdict(list)
     for number, position in enumerate(trees.positions):
         numbers[position.width].append(number)
@@ -177,16 +209,16 @@ def _stacked(numbers_B: np.ndarray, positions: list[Position], before_BLK: np.nd
     everywhere = [source for source in found[0] if all(source in ids for ids in found)]
     ids = {source: torch.from_numpy(np.stack([ids[source] for ids in found])) for source in everywhere}
     parents_BN = _with_root(positions, "parents_M", -2) + 1
-    return Pools(
-        numbers_B,
+    depth_BN = _with_root(positions, "depth_M", 0)
+    trees = DraftTrees(
+        torch.cat([torch.tensor([[p.root] for p in positions]), _with_root(positions, "tokens_M", 0)[:, 1:]], dim=1),
         parents_BN,
         _cumulative(parents_BN, _with_root(positions, "prob_M", 1)),
-        _with_root(positions, "depth_M", 0),
-        torch.cat([torch.tensor([[p.root] for p in positions]), _with_root(positions, "tokens_M", 0)[:, 1:]], dim=1),
-        _with_root(positions, "accepted_M", True),
-        ids,
-        torch.from_numpy(before_BLK),
+        depth_BN,
+        torch.ones_like(depth_BN, dtype=torch.bool),
+        int(depth_BN.max()),
     )
+    return Pools(numbers_B, trees, _with_root(positions, "accepted_M", True), ids, torch.from_numpy(before_BLK))
 
 
 def _with_root(positions: list[Position], name: str, root: float) -> Tensor:

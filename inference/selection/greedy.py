@@ -1,10 +1,10 @@
-"""Choose which draft nodes to verify: pure functions over small fixed-shape tensors, no model in sight.
+"""The greedy selectors: the root first, then the best-scoring node whose parent is chosen (paper, Algorithm 1).
 
-One greedy loop serves every policy (paper, Algorithm 1): the root first, then the best-scoring node whose parent is
-chosen, until γ nodes are chosen. A policy is one row of `POLICIES`: a score per node. Restricting the choice to nodes
-whose parent is chosen changes nothing for scores that never rise along a path, and keeps the set prefix-closed always.
+A policy is a `Score`: a number for every node, given what is covered so far. Restricting the choice to nodes whose
+parent is chosen changes nothing for scores that never rise along a path, and keeps the set prefix-closed always. A node
+of score -inf is never chosen, so a score can also stop the loop before γ nodes are chosen.
 
-The loop runs over groups of nodes that share a budget and a buffer of experts: each text's tree alone, or (`joint`) the
+The loop runs over groups of nodes that share a budget and the experts covered: each text's tree alone, or (`joint`) the
 trees of all texts as one forest whose roots come first. Shapes depend on nothing that is computed, so the loop stays on
 the device and compiles whole.
 
@@ -12,186 +12,160 @@ Letters: B texts, N tree nodes (root included), L MoE layers, E experts; P = L·
 M nodes; R picks.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ecospec.errors import InputError
-from ecospec.inference.tree import ancestors_of
+from ecospec.inference.selection.base import Selector, any_of, either, new_pairs, require_footprints
+from ecospec.inference.tree import DraftTrees
 
 EPSILON = 1e-6
-
-
-class Tree(Protocol):
-    """What selection reads of a tree: `parents` [N] (root -1, parents first) and `prob` [N] (cumulative, root 1)."""
-
-    @property
-    def parents(self) -> Tensor: ...
-
-    @property
-    def prob(self) -> Tensor: ...
+Scorer = Callable[[Tensor, int], Tensor]  # (covered_GP, number of the pick) → score_GM
 
 
 @dataclass(frozen=True)
-class Scores:
-    """The inputs of a policy: probabilities, each node's own pairs, its whole path's number of pairs, and noise."""
+class Forest:
+    """G groups of M nodes: what a score may look at. `own_GMP` is each node's own footprint, empty where none is known.
 
+    `ancestors_GMM`: entry (i, j) says that j is i or an ancestor of i; `picks`: how often the loop chooses.
+    """
+
+    parents_GM: Tensor
     prob_GM: Tensor
+    real_GM: Tensor
     own_GMP: Tensor
-    path_cost_GM: Tensor
-    epsilon: float
-    noise_RGM: Tensor
-
-    def confidence(self, covered_GP: Tensor, pick: int) -> Tensor:
-        """EAGLE's rule: cumulative draft probability."""
-        return self.prob_GM
-
-    def marginal(self, covered_GP: Tensor, pick: int) -> Tensor:
-        """Paper equation 9: P / (new pairs + ε). The path above a candidate is covered, so its own pairs suffice."""
-        return self.prob_GM / ((self.own_GMP & ~covered_GP[:, None]).sum(-1) + self.epsilon)
-
-    def path_cost(self, covered_GP: Tensor, pick: int) -> Tensor:
-        """Paper equation 10, the static ablation: P / (pairs of the whole path + ε)."""
-        return self.prob_GM / (self.path_cost_GM + self.epsilon)
-
-    def random(self, covered_GP: Tensor, pick: int) -> Tensor:
-        """A uniformly random candidate: fresh noise for each pick."""
-        return self.noise_RGM[pick]
+    ancestors_GMM: Tensor
+    picks: int
 
 
-POLICIES: dict[str, Callable[[Scores, Tensor, int], Tensor]] = {
-    "confidence": Scores.confidence,
-    "marginal": Scores.marginal,
-    "global": Scores.path_cost,
-    "random": Scores.random,
+@dataclass(frozen=True)
+class Score:
+    """A greedy policy. `begin(forest, epsilon, generator)` gives the scorer of one choice, whose draws, if any, come
+    from the CPU generator."""
+
+    begin: Callable[[Forest, float, torch.Generator], Scorer]
+    needs_footprints: bool = False
+
+
+def confidence(forest: Forest, epsilon: float, generator: torch.Generator) -> Scorer:
+    """EAGLE's rule: cumulative draft probability."""
+    return lambda covered_GP, pick: forest.prob_GM
+
+
+def marginal(forest: Forest, epsilon: float, generator: torch.Generator) -> Scorer:
+    """Paper equation 9: P / (new pairs + ε). The path above a candidate is covered, so its own pairs suffice."""
+    return lambda covered_GP, pick: forest.prob_GM / (new_pairs(forest.own_GMP, covered_GP[:, None]) + epsilon)
+
+
+def path_cost(forest: Forest, epsilon: float, generator: torch.Generator) -> Scorer:
+    """Paper equations 7 and 10, the static ablation: P / (pairs of the whole path from the root + ε)."""
+    paths = [any_of(forest.own_GMP, seen_GM) for seen_GM in forest.ancestors_GMM.unbind(1)]
+    score_GM = forest.prob_GM / (torch.stack(paths, 1).sum(-1) + epsilon)
+    return lambda covered_GP, pick: score_GM
+
+
+def random(forest: Forest, epsilon: float, generator: torch.Generator) -> Scorer:
+    """A uniformly random candidate: fresh noise for each pick."""
+    noise_RGM = torch.rand(forest.picks, *forest.prob_GM.shape, generator=generator).to(forest.prob_GM.device)
+    return lambda covered_GP, pick: noise_RGM[pick]
+
+
+SCORES = {
+    "confidence": Score(confidence),
+    "marginal": Score(marginal, needs_footprints=True),
+    "global": Score(path_cost, needs_footprints=True),
+    "random": Score(random),
 }
-NEEDS_FOOTPRINTS = frozenset({"marginal", "global"})
 
 
-def select(
-    tree: Tree,
-    footprints: Tensor | None,
-    policy: str,
-    gamma: int,
-    epsilon: float = EPSILON,
-    buffer: Tensor | None = None,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Indices of one tree's chosen nodes, int64 [min(γ, N)], ascending, root included.
+class GreedySelector(Selector):
+    """Up to `gamma` nodes of each tree by `score`, or with `joint` up to γ·B of all trees together.
 
-    `footprints` bool [N, L, E] (None where the policy needs none); `buffer` bool [L, E], experts covered beforehand.
-    Ties go to the shallower node, then to the lower index. Raises InputError for γ < 1, ε <= 0 or an unknown policy.
+    `joint`: a batch shares its budget and its experts. γ = 1 verifies the roots alone, so nothing is drafted.
     """
-    check_selection(policy, gamma, epsilon)
-    if footprints is None and policy in NEEDS_FOOTPRINTS:
-        raise InputError(f"--selection.policy {policy}: needs footprints; give a predictor or --footprints")
-    parents_1N = torch.as_tensor(tree.parents).long()[None]
-    prob_1N = torch.as_tensor(tree.prob)[None]
-    chosen_1N = choose(
-        parents_1N,
-        prob_1N,
-        torch.ones_like(parents_1N, dtype=torch.bool),
-        None if footprints is None else torch.as_tensor(footprints)[None],
-        policy,
-        gamma,
-        epsilon,
-        None if buffer is None else torch.as_tensor(buffer)[None],
-        noise_RBN=draw_noise(policy, gamma, parents_1N, generator),
-    )
-    return chosen_1N[0].nonzero().squeeze(1)
+
+    def __init__(self, policy: str, score: Score, gamma: int, epsilon: float = EPSILON, joint: bool = False) -> None:
+        self.policy = policy
+        self.score = score
+        self.gamma = gamma
+        self.epsilon = epsilon
+        self.joint = joint
+        self.needs_footprints = score.needs_footprints
+        self._generator = torch.Generator()
+
+    def reset(self, rows: int, seed: int = 0) -> None:
+        """See `Selector`."""
+        self._generator.manual_seed(seed)
+
+    def wants_drafts(self) -> bool:
+        """See `Selector`."""
+        return self.gamma > 1
+
+    def choose(
+        self, trees: DraftTrees, footprints_BNLE: Tensor | None = None, covered_BLE: Tensor | None = None
+    ) -> Tensor:
+        """See `Selector`; ties go to the shallower node, then to the lower index."""
+        if self.needs_footprints and footprints_BNLE is None:
+            raise require_footprints(self.policy)
+        forest = forest_of(trees, footprints_BNLE, self.gamma, self.joint)
+        covered_GP = None if covered_BLE is None else _by_group(covered_BLE.flatten(1), self.joint)
+        scorer = self.score.begin(forest, self.epsilon, self._generator)
+        return greedy(forest, scorer, covered_GP).reshape(trees.parents_BN.shape)
+
+    def most(self, trees: DraftTrees) -> int | None:
+        """See `Selector`."""
+        return None if self.joint else min(self.gamma, trees.width)
+
+    def describe(self) -> dict:
+        """See `Selector`."""
+        epsilon = self.epsilon if self.needs_footprints else None
+        return {"selection": self.policy, "gamma": self.gamma, "epsilon": epsilon}
 
 
-def check_selection(policy: str, gamma: int, epsilon: float = EPSILON) -> None:
-    """Raises InputError naming the key and the remedy."""
-    if policy not in POLICIES:
-        raise InputError(f"--selection.policy {policy}: unknown; choose one of {', '.join(POLICIES)}")
-    if not isinstance(gamma, int) or gamma < 1:
-        raise InputError(f"--selection.gamma {gamma}: must be a whole number from 1 on (1 verifies the root alone)")
-    if not 0 < epsilon < math.inf:
-        raise InputError(f"--selection.epsilon {epsilon}: must be positive and finite")
-
-
-def draw_noise(
-    policy: str, gamma: int, parents_BN: Tensor, generator: torch.Generator | None = None, joint: bool = False
-) -> Tensor | None:
-    """The draws [R, B, N] of the policy `random`, from a generator of the CPU; None for the others."""
-    if policy != "random":
-        return None
-    B, N = parents_BN.shape
-    picks = (min(gamma, N) - 1) * (B if joint else 1)
-    return torch.rand(picks, B, N, generator=generator).to(parents_BN.device)
-
-
-def choose(
-    parents_BN: Tensor,
-    prob_BN: Tensor,
-    real_BN: Tensor,
-    footprints_BNLE: Tensor | None,
-    policy: str,
-    gamma: int,
-    epsilon: float = EPSILON,
-    buffer_BLE: Tensor | None = None,
-    joint: bool = False,
-    noise_RBN: Tensor | None = None,
-) -> Tensor:
-    """The chosen nodes of B trees, bool [B, N]: up to γ of each, or with `joint` up to γ·B of all together.
-
-    `real_BN` leaves out padding; `buffer_BLE` are experts covered beforehand (with `joint` by any text).
-    """
-    B, N = parents_BN.shape
-    ancestors_BNN = ancestors_of(parents_BN)
-    own_BNP = torch.zeros(B, N, 1, dtype=torch.bool, device=prob_BN.device)
-    if footprints_BNLE is not None:
-        own_BNP = footprints_BNLE.flatten(2)
-    path_cost_BN = _path_cost(own_BNP, ancestors_BNN) if policy == "global" else prob_BN
+def forest_of(trees: DraftTrees, footprints_BNLE: Tensor | None, gamma: int, joint: bool) -> Forest:
+    """The trees as groups that share a budget of γ nodes a tree."""
+    B, N = trees.parents_BN.shape
     groups = 1 if joint else B
-    scores = Scores(
-        prob_BN.float().reshape(groups, -1),
-        own_BNP.reshape(groups, -1, own_BNP.shape[-1]),
-        path_cost_BN.reshape(groups, -1),
-        epsilon,
-        noise_RBN.reshape(len(noise_RBN), groups, B // groups * N) if noise_RBN is not None else prob_BN,
+    own_BNP = trees.real_BN[..., None][..., :0] if footprints_BNLE is None else footprints_BNLE.flatten(2)
+    parents_BN, ancestors_GMM = trees.parents_BN, trees.ancestors_BNN
+    if joint:
+        first_B1 = torch.arange(B, device=parents_BN.device)[:, None] * N
+        parents_BN = torch.where(parents_BN >= 0, parents_BN + first_B1, -1)
+        ancestors_GMM = torch.block_diag(*ancestors_GMM)[None].bool()
+    return Forest(
+        parents_BN.reshape(groups, -1),
+        trees.prob_BN.float().reshape(groups, -1),
+        trees.real_BN.reshape(groups, -1),
+        own_BNP.reshape(groups, B * N // groups, own_BNP.shape[-1]),
+        ancestors_GMM,
+        (min(gamma, N) - 1) * (B // groups),
     )
-    first_B = torch.arange(B, device=parents_BN.device)[:, None] * N if joint else 0
-    parents_GM = torch.where(parents_BN >= 0, parents_BN + first_B, -1).reshape(groups, -1)
-    depth_GM = (ancestors_BNN.sum(-1) - 1).reshape(groups, -1)
-    covered_GP = None if buffer_BLE is None else buffer_BLE.flatten(1).reshape(groups, B // groups, -1).any(1)
-    picks = (min(gamma, N) - 1) * (B // groups)
-    chosen_GM = _greedy(POLICIES[policy], scores, parents_GM, depth_GM, real_BN.reshape(groups, -1), covered_GP, picks)
-    return chosen_GM.reshape(B, N)
 
 
-def _greedy(
-    policy: Callable,
-    scores: Scores,
-    parents_GM: Tensor,
-    depth_GM: Tensor,
-    real_GM: Tensor,
-    covered_GP: Tensor | None,
-    picks: int,
-) -> Tensor:
-    """All roots, then the best candidate `picks` times; a group that runs out of candidates takes no more."""
+def greedy(forest: Forest, scorer: Scorer, covered_GP: Tensor | None = None) -> Tensor:
+    """bool [G, M]: all roots, then the best candidate `picks` times, while there is one above -inf."""
+    parents_GM, real_GM = forest.parents_GM, forest.real_GM
     M = parents_GM.shape[1]
     index_M = torch.arange(M, device=parents_GM.device)
-    rank_GM = depth_GM * M + index_M  # smaller wins a tie
+    rank_GM = (forest.ancestors_GMM.sum(-1) - 1) * M + index_M  # smaller wins a tie
     chosen_GM = (parents_GM < 0) & real_GM
-    roots_GP = (scores.own_GMP & chosen_GM[..., None]).any(1)
-    covered_GP = roots_GP if covered_GP is None else covered_GP | roots_GP
-    for pick in range(picks):
+    roots_GP = any_of(forest.own_GMP, chosen_GM)
+    covered_GP = roots_GP if covered_GP is None else either(covered_GP, roots_GP)
+    for pick in range(forest.picks):
         candidate_GM = chosen_GM.gather(1, parents_GM.clamp(min=0)) & ~chosen_GM & real_GM & (parents_GM >= 0)
-        score_GM = policy(scores, covered_GP, pick).masked_fill(~candidate_GM, -torch.inf)
-        best_GM = (score_GM == score_GM.amax(1, keepdim=True)) & candidate_GM
+        score_GM = scorer(covered_GP, pick).masked_fill(~candidate_GM, -torch.inf)
+        best_GM = (score_GM == score_GM.amax(1, keepdim=True)) & (score_GM > -torch.inf)
         first_G1 = rank_GM.masked_fill(~best_GM, M * M).argmin(1, keepdim=True)
-        picked_GM = (index_M == first_G1) & candidate_GM
+        picked_GM = (index_M == first_G1) & best_GM
         chosen_GM = chosen_GM | picked_GM
-        covered_GP = covered_GP | (scores.own_GMP & picked_GM[..., None]).any(1)
+        covered_GP = either(covered_GP, any_of(forest.own_GMP, picked_GM))
     return chosen_GM
 
 
-def _path_cost(own_BNP: Tensor, ancestors_BNN: Tensor) -> Tensor:
-    """Pairs in the footprint of every node's whole path from the root (paper equation 7)."""
-    return ((ancestors_BNN.float() @ own_BNP.float()) > 0).sum(-1)
+def _by_group(covered_BP: Tensor, joint: bool) -> Tensor:
+    """What is covered for a group: with `joint` by any text."""
+    if not joint:
+        return covered_BP
+    return any_of(covered_BP, torch.ones_like(covered_BP[:, 0], dtype=torch.bool))[None]

@@ -1,4 +1,4 @@
-"""Key-value caches over texts of unequal length, and what a position may see in them.
+"""Key-value caches over texts of unequal length.
 
 In a batch slot i of a text holds its i-th token, so a slot is a position and a short text has empty slots at its end.
 After each pass the entries that stay move to the end of their text's own and the rest is dropped; a pass over several
@@ -74,18 +74,3 @@ def _move(layer: object, rows: Tensor, sources: Tensor, targets: Tensor) -> None
     indexer = getattr(layer, "indexer_keys", None)
     if indexer is not None:
         indexer[rows, targets] = indexer[rows, sources]
-
-
-def seen_past(lengths_B: Tensor, slots: int, depth_BN: Tensor, offset: int = 0, window: int | None = None) -> Tensor:
-    """bool [B, N, S]: which past slots, from `offset` on, a node at `depth` past its text's end sees in its window."""
-    slot_S = torch.arange(offset, offset + slots, device=lengths_B.device)
-    seen_BNS = (slot_S < lengths_B[:, None, None]).expand(-1, depth_BN.shape[1], -1)
-    if window is None:
-        return seen_BNS
-    return seen_BNS & ((lengths_B[:, None] + depth_BN)[:, :, None] - slot_S < window)
-
-
-def additive(seen_BNS: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask [B, 1, N, S] that every attention takes: 0 where a position sees, the dtype's minimum elsewhere."""
-    mask = torch.zeros(seen_BNS.shape, dtype=dtype, device=seen_BNS.device)
-    return mask.masked_fill_(~seen_BNS, torch.finfo(dtype).min)[:, None]

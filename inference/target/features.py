@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ecospec.errors import InputError
-from ecospec.inference.drafters.base import FINAL
+
+FINAL = -1  # the layer whose output is the target's last hidden state, after its final norm
 
 
 class FeatureTap:

@@ -23,13 +23,14 @@ from torch import nn
 from transformers import DynamicCache, LlamaConfig
 
 from ecospec.inference.decoding.generation import generate_with
-from ecospec.inference.decoding.loop import Method
+from ecospec.inference.decoding.method import Method
 from ecospec.inference.decoding.statistics import PHASES, StepClock
 from ecospec.inference.drafters.eagle3.head import Eagle3Head, default_feature_layers
 from ecospec.inference.drafters.growth import TreeDrafter
 from ecospec.inference.evaluation.lossless import Probe, compare, first_difference, routed
+from ecospec.inference.selection.config import selector
 from ecospec.inference.target.cache import RowCache
-from ecospec.inference.target.verification import verify
+from ecospec.inference.target.transformers import verify
 from ecospec.inference.tree import DraftTree, depths_of, stack
 from ecospec.tracing.target.recorder import RoutingRecorder
 from tests.tiny import VOCABULARY, tiny_model
@@ -77,7 +78,7 @@ def lossless(family: str, dtype: torch.dtype, device: str) -> dict:
     for seed in range(3):
         ids = torch.randint(3, VOCABULARY, (1, 12), generator=torch.Generator().manual_seed(seed)).to(device)
         expected = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
-        found, _ = decode(model, Method(drafter, "confidence", 7), ids, NEW_TOKENS)
+        found, _ = decode(model, Method(drafter, selector("confidence", 7)), ids, NEW_TOKENS)
         same = torch.equal(expected, found)
         verdicts.append("exact" if same else vars(_difference(model, drafter, ids, expected, found)))
     return {"family": family, "dtype": str(dtype), "texts": verdicts}
@@ -88,7 +89,7 @@ def _difference(model: nn.Module, drafter: TreeDrafter, ids: torch.Tensor, expec
     at = first_difference(*texts)
     prefix = expected[0, : ids.shape[1] + at]
     scores, experts = [], []
-    for method in (Method(), Method(drafter, "confidence", 7)):
+    for method in (Method(), Method(drafter, selector("confidence", 7))):
         probe = Probe(prefix)
         _, run = decode(model, method, ids, at + 1, logits_processor=[probe])
         scores.append(probe.scores_V)
@@ -97,17 +98,14 @@ def _difference(model: nn.Module, drafter: TreeDrafter, ids: torch.Tensor, expec
 
 
 def decode(model: nn.Module, method: Method, ids: torch.Tensor, new_tokens: int, **options):
-    with RoutingRecorder(model) as recorder:
-        return generate_with(
-            model, method, ids, recorder=recorder, max_new_tokens=new_tokens, do_sample=False, **options
-        )
+    return generate_with(model, method, ids, max_new_tokens=new_tokens, do_sample=False, **options)
 
 
 def step_parts(model: nn.Module, drafter: TreeDrafter) -> dict:
     """Median milliseconds of each part of a step, and of a plain step."""
     ids = torch.randint(3, 200, (1, 64), device=model.device)
     parts = {}
-    for name, method in (("plain", Method()), ("speculative", Method(drafter, "confidence", 4))):
+    for name, method in (("plain", Method()), ("speculative", Method(drafter, selector("confidence", 4)))):
         decode(model, method, ids, 16)
         _, run = decode(model, method, ids, 64)
         seconds = [step.clock.seconds() | {"total": step.clock.total()} for step in run.steps]

@@ -22,8 +22,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ecospec.configs.cli import shipped_root
 from ecospec.configs.schema import TargetConfig
+from ecospec.configs.shipped import shipped_root
 from ecospec.errors import InputError, brief
 from ecospec.files import sha256_file, sha256_json
 from ecospec.hub import hub_or_cache, is_hub_name

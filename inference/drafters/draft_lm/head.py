@@ -25,7 +25,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from ecospec.errors import InputError, brief
 from ecospec.hub import hub_or_cache
 from ecospec.inference.drafters.base import DraftHead
-from ecospec.inference.target.cache import additive
+from ecospec.inference.target.masks import additive
 from ecospec.tracing.target.loading import load_model
 
 Tokenizers = tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase]  # the draft model's and the target's

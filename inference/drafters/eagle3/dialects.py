@@ -29,8 +29,8 @@ from transformers import LlamaConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ecospec.errors import InputError
-from ecospec.inference.drafters.base import FINAL
 from ecospec.inference.drafters.eagle3.head import HeadFlags, default_feature_layers
+from ecospec.inference.target.features import FINAL
 
 SPECULATORS, MODELOPT, EAGLE31, SAFEAILAB = "speculators", "ModelOpt", "EAGLE-3.1", "SafeAILab"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"

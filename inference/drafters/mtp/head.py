@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import AutoModel, Cache, DynamicCache, PreTrainedConfig
 
 from ecospec.errors import InputError
-from ecospec.inference.drafters.base import FINAL
 from ecospec.inference.drafters.mtp.checkpoint import MtpTensors, block_of
-from ecospec.inference.target.cache import additive
+from ecospec.inference.target.features import FINAL
+from ecospec.inference.target.masks import additive
 
 FAMILIES = ("deepseek_v3", "glm4_moe")  # same keys, same computation around their own decoder layer
 EMBEDDING, OUTPUT = "embed_tokens.weight", "shared_head.head.weight"  # optional, mostly copies of the target's

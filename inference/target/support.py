@@ -1,19 +1,12 @@
-"""One target pass over chosen draft nodes: which targets can do it, and the masks that make a tree of a sequence.
+"""Which Transformers models can verify a tree of drafts, and why the others cannot."""
 
-Letters: B texts, N nodes in the pass (root first), S cached positions, L MoE layers, K experts per token.
-Masks and cache rules are those of Transformers: `cache.get_mask_sizes` tells which columns a layer shows.
-"""
-
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DummyLayer, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from ecospec.errors import InputError
-from ecospec.inference.target.cache import RowCache, additive, seen_past
-from ecospec.inference.tree import DraftTrees, ancestors_of
+from ecospec.inference.target.masks import FULL
 
-FULL = "full_attention"
 LAYER_TYPES = {FULL, "sliding_attention", "indexed_attention"}
 TREE_CAPABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, DummyLayer)
 EXPERTS = ("eager", "grouped_mm")  # these read the weights of each active expert once
@@ -89,42 +82,3 @@ def check_context(config: PreTrainedConfig, length: int) -> None:
             f"target family {config.model_type}: a tree can be verified up to {limit} tokens (index_topk), where its "
             f"sparse attention still sees everything; prompt and new tokens make {length}"
         )
-
-
-def verify(model: nn.Module, cache: RowCache, trees: DraftTrees, **forward_options):
-    """The target's output for every node of `trees`, appended to `cache` in node order; options pass through."""
-    alone = len(trees) == 1 and trees.width == 1
-    lengths_B = cache.lengths_B(trees.tokens_BN.device)
-    return model(
-        input_ids=trees.tokens_BN,
-        attention_mask=None if alone else tree_masks(model, cache, trees, lengths_B),
-        position_ids=trees.depth_BN + lengths_B[:, None],
-        cache=cache.cache,
-        use_cache=True,
-        **forward_options,
-    )
-
-
-def tree_masks(model: nn.Module, cache: RowCache, trees: DraftTrees, lengths_B: Tensor) -> Tensor | dict[str, Tensor]:
-    """Additive masks [B, 1, N, columns]: one, or one for each layer type where the model takes a dict."""
-    config = model.config.get_text_config()
-    ancestors_BNN, windows = ancestors_of(trees.parents_BN), cache.windows(config)
-
-    def mask(layer: int) -> Tensor:
-        return additive(_seen(cache, trees, lengths_B, ancestors_BNN, layer, windows[layer]), model.dtype)
-
-    types = getattr(config, "layer_types", None)
-    if types is None or set(types) == {FULL}:
-        return mask(0)
-    return {kind: mask(types.index(kind)) for kind in dict.fromkeys(types)}
-
-
-def _seen(
-    cache: RowCache, trees: DraftTrees, lengths_B: Tensor, ancestors_BNN: Tensor, layer: int, window: int | None
-) -> Tensor:
-    """bool [B, N, columns]: a node sees itself, its ancestors, and the past, all within the window."""
-    columns, offset = cache.cache.get_mask_sizes(trees.width, layer)
-    past = seen_past(lengths_B, columns - trees.width, trees.depth_BN, offset, window)
-    if window is not None:
-        ancestors_BNN = ancestors_BNN & (trees.depth_BN[:, :, None] - trees.depth_BN[:, None] < window)
-    return torch.cat([past, ancestors_BNN], dim=-1)
