@@ -11,12 +11,12 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
 from typing import Literal
 
 from ecospec.configs.schema import PromptConfig
 from ecospec.data.benchmarks import BENCHMARKS, Benchmark, hub_rows
+from ecospec.data.lab import LAB, shipped
 from ecospec.errors import InputError, brief
 
 TRAIN_PERCENT = 80
@@ -87,9 +87,8 @@ def known_datasets(data_dir: str | None = None) -> dict[str, Path]:
 
     Raises InputError when `data_dir` is not a folder.
     """
-    shipped = Path(str(resources.files("ecospec.data.lab"))) / "prompts"
     datasets = {}
-    for path in sorted(shipped.glob("*.jsonl")):
+    for path in sorted(shipped(LAB, "prompts").glob("*.jsonl")):
         domain, part, _ = path.name.split(".")
         datasets[f"lab/train/{domain}" if part == "train" else f"lab/{domain}"] = path
     if data_dir is not None:

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ecospec.data.lab import shipped
 from ecospec.errors import DamageError, InputError
 from ecospec.tracing.store.layout import COLUMNS, MANIFEST, decode_experts, open_part, reading
 from ecospec.tracing.store.manifest import Manifest
@@ -54,8 +55,8 @@ class TraceSet(Sequence[Trace]):
     """
 
     def __init__(self, folder: str | Path, split: Literal["train", "test"] | None = None) -> None:
-        self.folder = Path(folder)
-        self.manifest = Manifest.read(folder)
+        self.folder = shipped(folder, "traces") or Path(folder)
+        self.manifest = Manifest.read(self.folder)
         self.num_layers = self.manifest.num_layers
         self.num_experts = self.manifest.num_experts
         self.top_k = self.manifest.top_k
@@ -116,7 +117,7 @@ def _same(value: object, other: object) -> bool:
 
 
 def read_traces(folder: str | Path, split: Literal["train", "test"] | None = None) -> TraceSet:
-    """The traces of `folder`, all or those of one split.
+    """The traces of `folder`, all or those of one split; the word `lab` is the shipped lab's.
 
     Raises InputError when the folder is no complete trace folder, DamageError when a listed part is missing or
     damaged; the returned set raises DamageError on access to a damaged sample.

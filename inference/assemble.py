@@ -34,7 +34,8 @@ from ecospec.inference.selection.config import SelectionConfig
 from ecospec.predictor.kinds.base import RoutingModel
 from ecospec.predictor.kinds.loading import kind_of_model, load_predictor, predictor_values
 from ecospec.predictor.kinds.tables import fit_tables
-from ecospec.tracing.target.loading import Target, check_moe, part_folder, resolve_target
+from ecospec.tracing.target.loading import Target, check_moe
+from ecospec.tracing.target.names import part_folder, resolve_target
 
 TRAINED = {  # footprints of a model in an exported folder, and what runs it
     "predictor": PredictorFootprints,

@@ -29,10 +29,9 @@ from ecospec.tracing.target.loading import (
     load_target_config,
     load_tokenizer,
     loading_options,
-    part_folder,
-    resolve_target,
     shape_of,
 )
+from ecospec.tracing.target.names import part_folder, resolve_target
 from ecospec.tracing.target.widening import widen_experts
 
 GIB = 2**30

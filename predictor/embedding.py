@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 from ecospec.configs.schema import TargetConfig
 from ecospec.errors import InputError
 from ecospec.files import read_json
-from ecospec.tracing.target.loading import load_target_config, resolve_target
+from ecospec.tracing.target.loading import load_target_config
+from ecospec.tracing.target.names import resolve_target
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ecospec.data.lab import shipped
 from ecospec.data.prompts import split_of
 from ecospec.data.traces import read_traces
 from ecospec.tracing.cli import main
@@ -20,7 +21,6 @@ from ecospec.tracing.stats.heatmap import ABSENT, EVEN, load_indices, palette, p
 from ecospec.tracing.store.folder import TraceFolder
 from ecospec.tracing.store.layout import encode_experts, id_dtype
 from ecospec.tracing.store.manifest import Header, PromptSource, TracedTarget
-from ecospec.tracing.target.loading import lab_folder
 
 LAYERS, E, K = [1, 2, 4], 8, 2  # layers 0 and 3 are dense
 EVIL = "lab/<b>code"
@@ -266,7 +266,7 @@ def test_folders_with_nothing_in_common_are_refused(
     other = trace_folder(tmp_path / "other", {"lab/prose": (6,)})
     assert main([*words, str(other)]) == 2
     assert "no sample with the id and the tokens" in one_line(capsys)
-    assert main([*words, str(lab_folder("traces"))]) == 2
+    assert main([*words, str(shipped("lab", "traces"))]) == 2
     assert "moe_layers" in one_line(capsys)
     assert not (tmp_path / "out").exists()
 

@@ -17,7 +17,8 @@ from ecospec.inference.evaluation.turns import require_room
 from ecospec.inference.preflight import preflight
 from ecospec.inference.report.document import read_runs, write_report
 from ecospec.inference.report.tables import markdown_table
-from ecospec.tracing.target.loading import load_target, load_target_config, load_tokenizer, part_folder
+from ecospec.tracing.target.loading import load_target, load_target_config, load_tokenizer
+from ecospec.tracing.target.names import part_folder
 
 
 def run_eval(config: DecodeConfig, output: Path) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from ecospec.data.lab import shipped
 from ecospec.data.prompts import Prompt
 from ecospec.errors import InputError
 from ecospec.files import provenance, replace_folder, write_json
@@ -23,7 +24,7 @@ from ecospec.inference.replay.table import replay_table
 from ecospec.inference.replay.treefile import Identity, Position, TreeSet, read_trees, write_trees
 from ecospec.predictor.kinds.tables import fit_tables
 from ecospec.progress import progress
-from ecospec.tracing.target.loading import Target, lab_folder, load_target
+from ecospec.tracing.target.loading import Target, load_target
 from ecospec.tracing.target.requests import prompt_ids
 
 TREES, REPLAY = "trees.parquet", "replay.json"
@@ -133,7 +134,7 @@ def _positions(config: DecodeConfig, target: Target, trees: TreeRecorder, prompt
 def _read(config: DecodeConfig) -> TreeSet:
     if config.trees is None:
         raise InputError("--trees: not given; say which folder or file ecospec-decode record wrote")
-    path = lab_folder("trees") if config.trees == "lab" else Path(config.trees)
+    path = shipped(config.trees, "trees") or Path(config.trees)
     return read_trees(path / TREES if path.is_dir() else path)
 
 

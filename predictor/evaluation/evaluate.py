@@ -22,14 +22,15 @@ from ecospec.files import provenance, read_json, replace_folder, require_new_fol
 from ecospec.predictor.config import TrainConfig
 from ecospec.predictor.embedding import load_embedding
 from ecospec.predictor.kinds.base import RoutingModel
-from ecospec.predictor.kinds.loading import KINDS, kind_of, kind_of_model, load_predictor, require_target
+from ecospec.predictor.kinds.loading import kind_of, kind_of_model, load_predictor, require_target
 from ecospec.predictor.kinds.predictor.model import ExpertPredictor
 from ecospec.predictor.kinds.rungs import DraftMLP, LinearPredictor
 from ecospec.predictor.kinds.tables import FrequencyPredictor, LastStepPredictor, TokenPredictor, fit_tables
 from ecospec.predictor.objective.loss import CHUNK_TOKENS
 from ecospec.predictor.objective.metrics import measure
 from ecospec.predictor.training.task import Samples, attached_head, fed_by, known_of, open_target_traces
-from ecospec.tracing.target.loading import load_target, part_folder
+from ecospec.tracing.target.loading import load_target
+from ecospec.tracing.target.names import part_folder
 
 METRICS = "metrics.json"
 STEP_TOKENS = 11  # nodes of the default draft tree (3 steps, top-2), root included
@@ -92,19 +93,13 @@ def numbers_of(model: RoutingModel, traces: TraceSet | Samples) -> dict:
 
 def _folders(config: TrainConfig) -> list[Path]:
     """The predictor's folder and the rungs'. Raises InputError when two of them hold the same kind."""
-    folders = [part_folder(config.predictor.path, "predictor"), *map(_rung_folder, config.rungs)]
+    folders = [part_folder(config.predictor.path, "predictor")]
+    folders += [part_folder(path, "predictor", option="--rungs") for path in config.rungs]
     kinds = [kind_of(folder) for folder in folders]
     for kind, folder in zip(kinds, folders, strict=True):
         if kinds.count(kind) > 1:
             raise InputError(f"--rungs {folder}: a {kind}, of which there is another one; measure them apart")
     return folders
-
-
-def _rung_folder(path: str) -> Path:
-    """A folder, or one of the lab's by its kind: `lab/linear`, `lab/draft_mlp`."""
-    home, _, kind = path.partition("/")
-    where = (home, kind) if home == "lab" and kind in KINDS else (path, "predictor")
-    return part_folder(*where, option="--rungs")
 
 
 def _with_what_they_read(config: TrainConfig, traces: TraceSet, models: Sequence[RoutingModel]) -> TraceSet | Samples:

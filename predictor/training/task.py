@@ -31,10 +31,10 @@ from ecospec.tracing.target.loading import (
     config_hash,
     load_target,
     load_target_config,
-    part_folder,
     shape_of,
     weights_hash,
 )
+from ecospec.tracing.target.names import part_folder
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ecospec.data.lab import shipped
 from ecospec.data.prompts import split_of
 from ecospec.errors import DamageError
 from ecospec.files import sha256_file
@@ -36,7 +37,7 @@ def check_folder(folder: str | Path) -> Manifest:
     Raises InputError when `folder` is no trace folder, DamageError for an unfinished run and for anything that is not
     as the manifest says: parts, checksums, columns, row counts, ids, a sample missing or written twice.
     """
-    folder = Path(folder)
+    folder = shipped(folder, "traces") or Path(folder)
     if folder.is_dir() and any(folder.glob(PARTS)) and not (folder / MANIFEST).exists():
         raise DamageError(f"{folder}: the run did not finish; run the same ecospec-trace command again")
     manifest = Manifest.read(folder)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ecospec.configs.schema import PromptConfig, TargetConfig
+from ecospec.data.lab import LAB, shipped
 from ecospec.data.lab.recipe import measure
 from ecospec.data.lab.recipe.corpus import DOMAINS, Document
 from ecospec.data.lab.recipe.polish import Polish, decode_greedily
@@ -24,7 +25,7 @@ from ecospec.predictor.kinds.loading import KINDS
 from ecospec.predictor.kinds.tables import fit_token
 from ecospec.predictor.objective.metrics import shared_experts, top_experts
 from ecospec.tracing.stats.counts import Tally, summarise
-from ecospec.tracing.target.loading import Target, lab_folder, load_target
+from ecospec.tracing.target.loading import Target, load_target
 from ecospec.tracing.target.recorder import RoutingRecorder
 
 ANSWER_TOKENS = 256
@@ -50,7 +51,7 @@ def measure_lab(documents: Sequence[Document], yardsticks: dict[str, nn.Module],
 
 def shipped_weights() -> dict[str, str]:
     """sha256 of the weights that the numbers belong to."""
-    return {part: sha256_file(lab_folder(part) / "model.safetensors") for part in ("target", "drafter", *KINDS)}
+    return {part: sha256_file(shipped(LAB, part) / "model.safetensors") for part in ("target", "drafter", *KINDS)}
 
 
 def acceptance(target: Target, gamma: int = 4) -> dict:
@@ -75,7 +76,7 @@ def fresh_overlap(target: Target, traces: Path) -> dict[str, float]:
     """Overlap on greedy answers to the test prompts, before the first repeated 8-gram: predictor and simple tables."""
     recorded = read_traces(traces)
     token = fit_token(recorded, target.shape.vocab_size)
-    predictor = Workshop(target).trained("predictor", lab_folder("predictor"))
+    predictor = Workshop(target).trained("predictor", shipped(LAB, "predictor"))
     rungs = {
         "frequency": token.frequency.logits,
         "token": token.logits,
