@@ -17,9 +17,9 @@ from ecospec.inference import EcoSpecDecoder, assemble
 from ecospec.inference.cli import main
 from ecospec.inference.drafters.eagle3.head import Eagle3Head
 from ecospec.inference.evaluation import runfolder
-from ecospec.inference.evaluation.evaluate import sample_seed
 from ecospec.predictor.config import BackboneConfig, TrainConfig
 from ecospec.predictor.embedding import load_embedding
+from ecospec.seeds import sample_seed
 from ecospec.tracing.cli import main as trace
 from ecospec.tracing.target.loading import config_hash, load_target, load_target_config, shape_of
 from tests.learnable import fresh_predictor

@@ -17,7 +17,7 @@ from ecospec.errors import InputError
 from ecospec.inference.assemble import MethodPlan, Workshop, plan_methods
 from ecospec.inference.config import DecodeConfig, DrafterConfig, MethodConfig
 from ecospec.inference.decoding.generation import generate_with
-from ecospec.inference.evaluation.evaluate import evaluate, sample_seed, sampling_options
+from ecospec.inference.evaluation.evaluate import evaluate, sampling_options
 from ecospec.inference.replay.command import TREES
 from ecospec.inference.replay.treefile import read_trees
 from ecospec.inference.selection.config import SelectionConfig
@@ -25,6 +25,7 @@ from ecospec.predictor.config import TrainConfig
 from ecospec.predictor.evaluation.evaluate import evaluate_predictor
 from ecospec.predictor.kinds.loading import KINDS
 from ecospec.predictor.training.task import open_target_traces
+from ecospec.seeds import sample_seed
 from ecospec.tracing.cli import main
 from ecospec.tracing.stats.counts import Tally, summarise
 from ecospec.tracing.store.check import check_folder

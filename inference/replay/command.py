@@ -12,7 +12,7 @@ from ecospec.errors import InputError
 from ecospec.files import provenance, replace_folder, write_json
 from ecospec.inference.assemble import TRAINED, MethodPlan, Workshop, open_traces, plan_methods
 from ecospec.inference.config import DecodeConfig, DrafterConfig, only_one
-from ecospec.inference.evaluation.evaluate import sample_seed, sampling_options
+from ecospec.inference.evaluation.evaluate import sampling_options
 from ecospec.inference.evaluation.results import folder_name
 from ecospec.inference.evaluation.runfolder import prompts_in_context
 from ecospec.inference.evaluation.turns import Turns
@@ -24,6 +24,7 @@ from ecospec.inference.replay.table import replay_table
 from ecospec.inference.replay.treefile import Identity, Position, TreeSet, read_trees, write_trees
 from ecospec.predictor.kinds.tables import fit_tables
 from ecospec.progress import progress
+from ecospec.seeds import sample_seed
 from ecospec.tracing.target.loading import Target, load_target
 from ecospec.tracing.target.requests import prompt_ids
 

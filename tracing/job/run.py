@@ -29,7 +29,7 @@ from ecospec.tracing.target.loading import (
     load_tokenizer,
     shape_of,
 )
-from ecospec.tracing.target.replicas import Replica, part, replica_of, shared
+from ecospec.tracing.target.replicas import Replica, broadcast, close_process_group, replica_of
 from ecospec.tracing.target.requests import Request, answer_text, encode
 from ecospec.tracing.target.routers import require_k_experts
 
@@ -119,7 +119,7 @@ def _trace(job: Job, folder: TraceFolder, pending: Sequence[Sequence[PlannedBatc
     try:
         for batches in filter(None, pending):
             _trace_round(job, engine, folder, batches)
-        part(job.config.target)
+        close_process_group(job.config.target)
     except (KeyboardInterrupt, EngineError):
         if job.replica.writes:
             folder.commit()  # whole batches only: what was being traced is lost, what was traced is kept
@@ -156,7 +156,7 @@ def _trace_round(job: Job, engine: Engine, folder: TraceFolder, batches: Sequenc
     folder.commit()
     samples = {sample.prompt.sample_id: sample for batch in batches for sample in batch.samples}
     ready = _ready(job, folder, batches) if job.replica.writes else None
-    requests, refused = shared(ready, job.config.target)
+    requests, refused = broadcast(ready, job.config.target)
     keep = folder.add if job.replica.writes else _discard
     keep([], [_rejected_row(samples[sample_id], refusal) for sample_id, refusal in refused.items()])
     with closing(engine.trace(requests)) as traced:
