@@ -11,6 +11,7 @@ import signal
 import sys
 import typing
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import docstring_parser
 import jsonargparse
@@ -26,8 +27,10 @@ from ecospec.configs.keys import (
     own_part,
     reworded,
 )
+from ecospec.configs.schema import OutputConfig
 from ecospec.configs.shipped import shipped_config
 from ecospec.errors import DamageError, InputError
+from ecospec.files import require_new_folder
 
 OWN_OPTIONS = ("config", "help", "print_config")  # of the parser itself, beside the keys
 
@@ -37,7 +40,8 @@ class Subcommand:
     """`run(config)`, or `run(config, folders)` when `folders` says how many DIR arguments it takes.
 
     `config` is an instance of the dataclass `schema`. A schema may have a method `given_on_command_line(keys)`, which
-    is then called with the dotted keys that the command line itself names (a YAML file's are not among them).
+    is then called with the dotted keys that the command line itself names (a YAML file's are not among them). It may
+    have a mapping INSTEAD from a key that it lacks on purpose to a word on what to do instead.
     """
 
     name: str
@@ -50,16 +54,15 @@ class Subcommand:
 def main(prog: str, subcommands: Sequence[Subcommand], argv: Sequence[str] | None = None) -> int:
     """Parse `argv`, run the subcommand, and return the exit code; every failure is one line on stderr."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr, force=True)
-    for client in ("httpx", "httpx2"):  # a line a request
-        logging.getLogger(client).setLevel(logging.WARNING)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr, force=True)
+    logging.getLogger("ecospec").setLevel(logging.INFO)  # other libraries' news would be a line a request
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's Ctrl-C
     try:
         chosen = _choose(prog, subcommands, argv)
         config, folders = parse(f"{prog} {chosen.name}", chosen.schema, argv[1:], chosen.folders, subcommands)
         chosen.run(config) if folders is None else chosen.run(config, folders)
     except InputError as error:
-        return _fail(prog, error, 2)
+        return _fail(prog, error.as_typed, 2)
     except (DamageError, OSError) as error:
         return _fail(prog, error, 1)
     except KeyboardInterrupt:
@@ -67,6 +70,14 @@ def main(prog: str, subcommands: Sequence[Subcommand], argv: Sequence[str] | Non
     finally:
         signal.signal(signal.SIGTERM, previous)
     return 0
+
+
+def new_output(config: OutputConfig, artifact: str) -> Path:
+    """The folder of `--output`, where the file `artifact` will be written. Raises InputError where that cannot be."""
+    if config.output is None:
+        raise InputError("--output: not given; say which folder to write")
+    require_new_folder(Path(config.output), config.overwrite, artifact)
+    return Path(config.output)
 
 
 def parse(
@@ -85,17 +96,23 @@ def parse(
     options = expand_options(prog, schema, argv, siblings)
     for index, option in enumerate(options):
         if option == "--config" and index + 1 < len(options):
-            options[index + 1] = _read_yaml(parser, schema, siblings, options[index + 1])
+            options[index + 1] = _read_yaml(schema, siblings, options[index + 1])
     try:
         namespace = parser.parse_args(options)
         values = parser.instantiate(namespace)
+    except InputError:  # from a check in the schema
+        raise
     except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
         raise InputError(reworded(error)) from None
     config = schema(**{field.name: values[field.name] for field in dataclasses.fields(schema)})
     if hasattr(config, "given_on_command_line"):
-        words = {option[2:].partition("=")[0] for option in options if option.startswith("--")}
-        config.given_on_command_line(frozenset(words & leaf_keys(schema).keys()))
+        config.given_on_command_line(_given(options) & leaf_keys(schema).keys())
     return config, values["dir"] if folders else None
+
+
+def _given(options: Sequence[str]) -> frozenset[str]:
+    """The names of options written in full."""
+    return frozenset(word[2:].partition("=")[0].removesuffix("+") for word in options if word.startswith("--"))
 
 
 def expand_options(prog: str, schema: type, argv: Sequence[str], siblings: Sequence[Subcommand] = ()) -> list[str]:
@@ -110,7 +127,7 @@ def expand_options(prog: str, schema: type, argv: Sequence[str], siblings: Seque
             expanded.append(_listed(expanded, leaves, word))
             continue
         name, equals, value = word[2:].partition("=")
-        key = _key(prog, name.replace("-", "_"), leaves, siblings)
+        key = _key(prog, name.replace("-", "_"), schema, siblings)
         expanded.append(f"--{key}")
         if equals:
             expanded.append(_listed(expanded, leaves, value))
@@ -119,14 +136,17 @@ def expand_options(prog: str, schema: type, argv: Sequence[str], siblings: Seque
     return expanded
 
 
-def _key(prog: str, name: str, leaves: dict[str, object], siblings: Sequence[Subcommand]) -> str:
+def _key(prog: str, name: str, schema: type, siblings: Sequence[Subcommand]) -> str:
     """The key that the option `name` means. Raises InputError for a key of a sibling alone, or of nobody."""
     if name in OWN_OPTIONS:
         return name
+    leaves = leaf_keys(schema)
     name, append = name.removesuffix("+"), name.endswith("+")  # `--key+ value` appends to a list
     key = full_key(name, leaves)
     if key in leaves or key in groups_of(leaves):
         return f"{key}+" if append else key
+    if name in getattr(schema, "INSTEAD", {}):
+        raise InputError(f"--{name}: {schema.INSTEAD[name]}")
     readers = [sibling.name for sibling in siblings if _knows(sibling.schema, name)]
     if readers:
         raise InputError(f"--{name}: {prog} does not read it (only {', '.join(readers)})")
@@ -151,7 +171,9 @@ def _choose(prog: str, subcommands: Sequence[Subcommand], argv: list[str]) -> Su
     raise InputError(f"expected a command: one of {', '.join(by_name)} (see {prog} --help)")
 
 
-def _parser(prog: str, schema: type, folders: str | int | None, describe: bool) -> jsonargparse.ArgumentParser:
+def _parser(
+    prog: str, schema: type, folders: str | int | None = None, describe: bool = False
+) -> jsonargparse.ArgumentParser:
     parser = jsonargparse.ArgumentParser(prog=prog, exit_on_error=False, allow_abbrev=False, description=schema.__doc__)
     if folders:
         parser.add_argument("dir", nargs=folders, metavar="DIR", help="folder to read")
@@ -183,7 +205,7 @@ def field_docstrings(schema: type, prefix: str = "") -> dict[str, str]:
     return found
 
 
-def _read_yaml(parser: jsonargparse.ArgumentParser, schema: type, siblings: Sequence[Subcommand], name: str) -> str:
+def _read_yaml(schema: type, siblings: Sequence[Subcommand], name: str) -> str:
     """The schema's part of the configuration as one JSON text with short forms expanded, checked key by key."""
     path = shipped_config(name)
     try:
@@ -196,7 +218,7 @@ def _read_yaml(parser: jsonargparse.ArgumentParser, schema: type, siblings: Sequ
     known = own | {key: hint for sibling in siblings for key, hint in leaf_keys(sibling.schema).items()}
     try:
         text = json.dumps(own_part(expand_short_forms(schema, values), own, known), default=str)
-        parser.parse_string(text)
+        _parser("", schema).parse_string(text)
     except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
         raise InputError(f"{path}: {reworded(error)}") from None
     return text

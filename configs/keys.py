@@ -86,6 +86,8 @@ def expand_short_forms(schema: type, values: dict) -> dict:
             value = expand_short_forms(group, value)
         elif group and name in SHORT_FORMS and value is not None:
             value = {SHORT_FORMS[name]: value}
+        elif list_item(hint) and value is not None and not isinstance(value, list):
+            value = [value]  # one subcommand's list may be another's single value
         expanded[str(name).replace("-", "_")] = value
     return expanded
 
@@ -99,7 +101,7 @@ def own_part(values: dict, own: Mapping[str, object], known: Mapping[str, object
     for name, value in values.items():
         name = str(name).replace("-", "_")
         key = prefix + name
-        if key not in own and key in groups_of(known) and isinstance(value, dict):
+        if key not in own and key in groups_of([*own, *known]) and isinstance(value, dict):
             inner = own_part(value, own, known, f"{key}.")
             kept |= {name: inner} if inner else {}
         elif key in own or key in groups_of(own):
@@ -116,6 +118,9 @@ def override(base: object, changes: dict, where: str) -> object:
     try:
         values = parser.instantiate(parser.parse_object(dataclasses.asdict(base) | changes))
         return type(base)(**values.as_dict())
+    except InputError as error:  # from a check in the group itself
+        name = where if error.key is None else f"{where}.{error.key.rpartition('.')[2]} {error.value}"
+        raise InputError(f"{name}: {error.rule}") from None
     except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
         raise InputError(f"{where}: {reworded(error)}") from None
 

@@ -1,4 +1,4 @@
-"""Keys that more than one command understands. Every field's docstring is its line in `--help`.
+"""Keys that several subcommands share, in groups and bases. Every field's docstring is its line in `--help`.
 
 Imports nothing heavy: `--help` must answer within a second.
 """
@@ -33,8 +33,16 @@ class TargetConfig:
 
 @dataclass
 class PredictorConfig:
-    path: str | None = "lab"
-    """Folder that `ecospec-train predictor` exported, or `lab`."""
+    path: str | None = None
+    """Folder that `ecospec-train predictor` exported; the lab's own where the lab is the target."""
+
+
+@dataclass
+class OutputConfig:
+    output: str | None = None
+    """Folder to write; it must be empty or absent."""
+    overwrite: bool = False
+    """Replace what an earlier run of the same command wrote into the output folder."""
 
 
 @dataclass

@@ -6,7 +6,7 @@ Knows nothing about tokens or models. docs/benchmarks.md says which choices are 
 import sys
 from dataclasses import dataclass
 
-from ecospec.errors import InputError, brief
+from ecospec.errors import InputError, brief, first_few
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def hub_rows(benchmark: Benchmark, split: str) -> list[dict]:
     except (OSError, RuntimeError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise InputError(f"the hub's {benchmark.source(split)} cannot be read ({brief(error)})") from None
     if absent := set(fields) - set(rows.column_names):
-        raise InputError(f"the hub's {benchmark.source(split)} has no field {', '.join(sorted(absent))}")
+        raise InputError(f"the hub's {benchmark.source(split)} has no field {first_few(sorted(absent))}")
     if benchmark.row_id in rows.column_names:
         fields.append(benchmark.row_id)
     return [

@@ -4,12 +4,12 @@ Knows nothing about trace files or models. Its samples stay in memory as they ar
 where E > 256) and four bytes of token id, 3.8 GB for 5 million tokens at L = 94, K = 8, in each process. Reading them
 anew in another order would decode a whole row group of the file for every sample. Batches keep ids that narrow too.
 
-Letters: B batch, T tokens of the longest sample, L MoE layers, K experts per token, A depths of a draft, F width of a
-draft head.
+Letters: B batch, T tokens of the longest sample, L MoE layers, K experts per token.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import lightning
@@ -27,8 +27,8 @@ class Batch(NamedTuple):
     """`input_ids` int64 [B, T] and `experts` [B, T, L, K], uint8 (int32 where E > 256), both padded with 0.
 
     `lengths` and `prompt_lens` int64 [B] say which positions are tokens, and from where they are answers;
-    `sample_ids` name the B samples. `fed` bfloat16 [B, A, T, F], of `FedTrace`s only: what a draft head is fed at each
-    token, at each of A depths of a draft.
+    `sample_ids` name the B samples. `columns`: further values of every token, [B, T, ...] by name, where samples have
+    such.
     """
 
     input_ids: Tensor
@@ -36,7 +36,7 @@ class Batch(NamedTuple):
     lengths: Tensor
     prompt_lens: Tensor
     sample_ids: tuple[str, ...]
-    fed: Tensor | None = None
+    columns: Mapping[str, Tensor] = MappingProxyType({})
 
     def tokens(self) -> Tensor:
         """Which positions are tokens, bool [B, T]."""
@@ -48,7 +48,8 @@ class Batch(NamedTuple):
 
     def on(self, device: torch.device) -> "Batch":
         """The batch with all tensors on `device`."""
-        return Batch(*(value.to(device) if isinstance(value, Tensor) else value for value in self))
+        moved = (value.to(device) if isinstance(value, Tensor) else value for value in self)
+        return Batch(*moved)._replace(columns={name: values.to(device) for name, values in self.columns.items()})
 
     def _positions(self) -> Tensor:
         return torch.arange(self.input_ids.shape[1], device=self.lengths.device)
@@ -83,10 +84,11 @@ def collate(items: Sequence[Trace]) -> Batch:
         experts[row, :length] = item.experts
     prompt_lens = torch.tensor([item.prompt_len for item in items])
     names = tuple(item.sample_id for item in items)
-    fed = None
-    if hasattr(items[0], "fed"):
-        fed = pad_sequence([item.fed.transpose(0, 1) for item in items], batch_first=True).transpose(1, 2)
-    return Batch(torch.from_numpy(input_ids), torch.from_numpy(experts), torch.tensor(lengths), prompt_lens, names, fed)
+    columns = {
+        name: pad_sequence([item.columns[name] for item in items], batch_first=True) for name in items[0].columns
+    }
+    known = (torch.from_numpy(input_ids), torch.from_numpy(experts), torch.tensor(lengths), prompt_lens, names)
+    return Batch(*known, columns)
 
 
 def group_by_length(
@@ -134,12 +136,12 @@ class TrainBatches:
         self.of_all_processes = len(group_by_length(self.lengths, limits, seed, epoch=0))
 
     def __len__(self) -> int:
-        return -(-self.of_all_processes // _place()[1])
+        return -(-self.of_all_processes // rank_and_world()[1])
 
     def __iter__(self) -> Iterator[Batch]:
         if self.given == len(self):
             self.epoch, self.given = self.epoch + 1, 0
-        rank, processes = _place()
+        rank, processes = rank_and_world()
         batches = group_by_length(self.lengths, self.limits, self.seed, self.epoch, processes)
         for indices in batches[rank::processes][self.given :]:
             self.given += 1
@@ -163,10 +165,10 @@ class HeldOutBatches:
         self.batches = group_by_length([len(item.input_ids) for item in items], limits, seed=0, epoch=0)
 
     def __len__(self) -> int:
-        return -(-len(self.batches) // _place()[1])
+        return -(-len(self.batches) // rank_and_world()[1])
 
     def __iter__(self) -> Iterator[Batch]:
-        rank, processes = _place()
+        rank, processes = rank_and_world()
         for number in range(rank, len(self) * processes, processes):
             batch = collate([self.items[i] for i in self.batches[number % len(self.batches)]])
             yield batch if number < len(self.batches) else batch._replace(lengths=torch.zeros_like(batch.lengths))
@@ -198,7 +200,7 @@ class TraceDataModule(lightning.LightningDataModule):
         self.batches.load_state_dict(state)
 
 
-def _place() -> tuple[int, int]:
+def rank_and_world() -> tuple[int, int]:
     """The number of this process and how many there are; known only once training has begun."""
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()

@@ -3,10 +3,10 @@
 Letters: T tokens, L MoE layers, E experts, K experts per token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +19,7 @@ from ecospec.tracing.store.manifest import Manifest
 
 if TYPE_CHECKING:
     import datasets
+    from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +47,29 @@ class Trace:
 
     def __hash__(self) -> int:
         return hash(self.key)
+
+    @property
+    def columns(self) -> "Mapping[str, Tensor]":
+        """Further values of every token, [T, ...] by name, that go into batches; a recorded trace has none."""
+        return {}
+
+
+class Traces(Protocol):
+    """Samples of one target with its L, E and K: a trace folder's (`TraceSet`), or some in memory.
+
+    `manifest` is that of the trace folder they come from.
+    """
+
+    num_layers: int
+    num_experts: int
+    top_k: int
+    manifest: Manifest
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Trace: ...
+
+    def __iter__(self) -> Iterator[Trace]: ...
 
 
 class TraceSet(Sequence[Trace]):

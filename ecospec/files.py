@@ -1,13 +1,10 @@
 """Atomic writes and hashes: the only place that puts results on disk."""
 
 import hashlib
-import importlib.metadata
 import json
 import os
-import platform
 import shutil
-import subprocess
-import sys
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,12 +14,16 @@ from ecospec.errors import InputError
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary file beside `path`, flush it to disk, then rename it over `path`.
 
-    A reader sees the old content or the new, never a part; a failed write leaves nothing behind.
+    A reader sees the old content or the new, never a part; a failed write leaves nothing behind. Who may read it is for
+    the umask to say.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
+        partial.touch()
+        mode = _mode_of(partial)
         write(partial)
+        _set_mode(partial, mode)  # safetensors makes its files the user's alone
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.replace(path)
@@ -32,6 +33,15 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         raise OSError(error.errno, f"{path} cannot be written: {os.strerror(error.errno)}") from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def _set_mode(path: Path, mode: int) -> None:
+    if _mode_of(path) != mode:  # some file systems have one mode for all and refuse to be told
+        path.chmod(mode)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -68,32 +78,36 @@ def require_new_folder(folder: Path, overwrite: bool, artifact: str) -> None:
     not write, or when it cannot be made.
     """
     if folder.exists() and not folder.is_dir():
-        raise InputError(f"--output {folder}: is a file, not a folder")
+        raise _refused(folder, "is a file, not a folder")
     if folder.is_dir() and any(folder.iterdir()):
         if not (folder / artifact).exists():
-            raise InputError(
-                f"--output {folder}: holds files that are not ours to replace (no {artifact}); choose another folder"
-            )
+            raise _refused(folder, f"holds files that are not ours to replace (no {artifact}); choose another folder")
         if not overwrite:
-            raise InputError(f"--output {folder}: the folder is not empty; choose another or add --overwrite")
+            raise _refused(folder, "the folder is not empty; choose another or add --overwrite")
     try:
         folder.absolute().parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"--output {folder}: cannot be made ({error.strerror})") from None
+        raise _refused(folder, f"cannot be made ({error.strerror})") from None
     if not os.access(folder.absolute().parent, os.W_OK):
-        raise InputError(f"--output {folder}: its parent folder is not writable")
+        raise _refused(folder, "its parent folder is not writable")
+
+
+def _refused(output: Path, why: str) -> InputError:
+    return InputError(why, key="output", value=str(output))
 
 
 def replace_folder(folder: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary folder beside `folder`, then put it in its place.
 
-    A reader sees the old folder, or none for an instant, or the new one whole; a failed write leaves the old one.
+    A reader sees the old folder, or none for an instant, or the new one whole; a failed write leaves the old one. Who
+    may read it is for the umask to say.
     """
     folder = folder.absolute()
     partial, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{kind}") for kind in ("partial", "old"))
     partial.mkdir(parents=True)
     try:
         write(partial)
+        _follow_umask(partial)
         if folder.exists():
             folder.rename(old)
         partial.rename(folder)
@@ -104,34 +118,12 @@ def replace_folder(folder: Path, write: Callable[[Path], object]) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def package_versions() -> dict[str, str]:
-    """Of the packages that are installed: decoding needs no Lightning."""
-    names = ("ecospec", "torch", "transformers", "lightning", "pyarrow", "tokenizers", "numpy")
-    installed = {found.name.lower() for found in importlib.metadata.distributions()}
-    return {name: importlib.metadata.version(name) for name in names if name in installed}
-
-
-def provenance() -> dict:
-    """Command line, source revision, package versions and machine, as written beside every artifact."""
-    return {
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "git_revision": _git_revision(),
-        "packages": package_versions(),
-        "python": platform.python_version(),
-        "machine": {"processor": _processor(), "cores": os.cpu_count(), "system": platform.system()},
-    }
-
-
-def _git_revision() -> str | None:
-    here = Path(__file__).resolve().parent
-    result = subprocess.run(["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return result.stdout.strip() if result.returncode == 0 else None
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor()
+def _follow_umask(folder: Path) -> None:
+    """Give all that is in `folder` the modes of what this process makes there: the folder's own, and a new file's."""
+    probe = folder / ".mode"
+    probe.touch()
+    folder_mode, file_mode = _mode_of(folder), _mode_of(probe)
+    probe.unlink()
+    for path in folder.rglob("*"):
+        if not path.is_symlink():
+            _set_mode(path, folder_mode if path.is_dir() else file_mode)

@@ -6,16 +6,18 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ecospec.configs.schema import PredictorConfig, TargetConfig
-from ecospec.inference.assemble import MethodPlan, Workshop, source_of
-from ecospec.inference.config import DrafterConfig
+from ecospec.inference.assemble import MethodPlan, PartsLoader
+from ecospec.inference.config import DrafterConfig, SelectionConfig
 from ecospec.inference.decoding.generation import generate_with
 from ecospec.inference.decoding.method import Method
 from ecospec.inference.decoding.statistics import Run
 from ecospec.inference.drafters.base import BatchDrafter, Drafter
-from ecospec.inference.footprints.sources import FootprintSource
-from ecospec.inference.selection.config import SelectionConfig, selector
+from ecospec.inference.drafters.kind import drafter_kind
+from ecospec.inference.footprints import FootprintSource
+from ecospec.inference.selection.config import selector
 from ecospec.inference.selection.greedy import EPSILON
-from ecospec.predictor.kinds.base import RoutingModel
+from ecospec.predictor.kinds.loading import kind_of_model
+from ecospec.predictor.kinds.routing import RoutingModel
 from ecospec.tracing.target.loading import Target, load_target
 
 
@@ -47,19 +49,20 @@ class EcoSpecDecoder:
         """Load everything. Without a drafter it decodes plainly; `target_options` are the keys of `target.*`.
 
         `drafter` is an EAGLE-3 head's folder, or a `DrafterConfig` for another kind or another tree; `predictor` the
-        folder of the model that `footprints` names (`predictor`, `linear`, `draft_mlp`); tables need `traces`.
+        folder of the model that `footprints` names, where it is a trained kind; counted ones need `traces`.
 
         Raises InputError when a part is missing or belongs to another target.
         """
         loaded = load_target(TargetConfig(name=target, **target_options))
+        drafts = drafter if isinstance(drafter, DrafterConfig) else DrafterConfig(path=drafter)
         plan = MethodPlan(
             label="EcoSpec",
             baseline=None if drafter else "none",
-            drafter=drafter if isinstance(drafter, DrafterConfig) else DrafterConfig(path=drafter),
-            selection=SelectionConfig(policy, footprints, gamma, epsilon),
+            drafter=drafter_kind(drafts.kind).complete(drafts, target),
+            selection=SelectionConfig(policy, gamma, epsilon, footprints=footprints),
             predictor=PredictorConfig(path=predictor),
         )
-        return cls(loaded, Workshop(loaded, traces).method(plan))
+        return cls(loaded, PartsLoader(loaded, traces).method(plan))
 
     def generate(
         self,
@@ -104,6 +107,6 @@ def generate(
     shares its budget and its experts. The other arguments are those of `EcoSpecDecoder.generate`. The hook for
     `model.generate(custom_generate=…)` is `CustomGenerate(Method(…))`.
     """
-    footprints = source_of(predictor) if isinstance(predictor, RoutingModel) else predictor
+    footprints = kind_of_model(predictor).source(predictor) if isinstance(predictor, RoutingModel) else predictor
     method = Method(drafter, selector(policy, gamma, epsilon, joint), footprints)
     return generate_with(model, method, input_ids, **generation_kwargs)[0]

@@ -2,31 +2,39 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from ecospec.configs import cli
 from ecospec.errors import InputError
-from ecospec.inference.config import DecodeConfig, only_one
+from ecospec.inference.config import (
+    CheckConfig,
+    EvalConfig,
+    GenerateConfig,
+    RecordConfig,
+    ReplayConfig,
+    ReportConfig,
+    Written,
+)
 
 
-def check(config: DecodeConfig) -> None:
+def check(config: CheckConfig) -> None:
+    from ecospec.inference.assemble import plan_methods
     from ecospec.inference.evaluation.runfolder import prompts_in_context
     from ecospec.inference.preflight import preflight
 
-    for finding in preflight(config):
+    for finding in preflight(config, plan_methods(config, config.methods), config.batch_size):
         print(f"{finding.what:<24} {finding.value}")
     if config.prompts or config.datasets:
         print(f"{'prompts':<24} {len(prompts_in_context(config))}, which fit the target's context")
     print("everything fits")
 
 
-def generate(config: DecodeConfig) -> None:
+def generate(config: GenerateConfig) -> None:
     """Decode with the method that the top-level keys describe, streaming text to stdout and statistics to stderr."""
     from transformers import TextStreamer
 
     from ecospec.inference.api import EcoSpecDecoder
-    from ecospec.inference.assemble import Workshop, plan_methods
+    from ecospec.inference.assemble import PartsLoader, plan_methods
     from ecospec.inference.evaluation.evaluate import sampling_options
     from ecospec.inference.evaluation.runfolder import prompts_in_context
     from ecospec.inference.evaluation.turns import Turns
@@ -37,20 +45,18 @@ def generate(config: DecodeConfig) -> None:
 
     import torch  # isort: skip
 
-    config = replace(config, methods=[])
-    only_one(config, "generate")
-    prompts = prompts_in_context(config)
-    preflight(config)
-    _prepare_process(config)
+    temperature = config.only_temperature("generate")
+    prompts, (plan,) = prompts_in_context(config), plan_methods(config)
+    preflight(config, [plan])
+    _prepare_process(config.threads)
     target = load_target(config.target)
-    (plan,) = plan_methods(config)
-    decoder = EcoSpecDecoder(target, Workshop(target, config.traces).method(plan))
+    decoder = EcoSpecDecoder(target, PartsLoader(target, config.traces).method(plan))
     streamer = TextStreamer(target.tokenizer, skip_special_tokens=True)
     turns = Turns(config, target)
     for prompt in map(turns.complete, prompts):
         torch.manual_seed(sample_seed(config.seed, prompt.sample_id))
         ids = torch.tensor([prompt_ids(prompt, target.tokenizer, config.chat_template)])
-        options = sampling_options(config.temperature[0])
+        options = sampling_options(temperature)
         out = decoder.generate(ids, streamer=streamer, max_new_tokens=config.max_new_tokens, **options)
         turns.note([prompt], [out[0, ids.shape[1] :].tolist()])
         run = decoder.last_run
@@ -58,28 +64,28 @@ def generate(config: DecodeConfig) -> None:
         print(f"[{summary} · {run.new_tokens} tokens in {len(run.steps)} steps]", file=sys.stderr)
 
 
-def evaluate(config: DecodeConfig) -> None:
+def evaluate(config: EvalConfig) -> None:
     from ecospec.inference.evaluation.runfolder import run_eval
 
-    _prepare_process(config)
+    _prepare_process(config.threads)
     print(run_eval(config, _output(config, "results.json")))
 
 
-def record(config: DecodeConfig) -> None:
+def record(config: RecordConfig) -> None:
     from ecospec.inference.replay.command import TREES, run_record
 
-    _prepare_process(config)
+    _prepare_process(config.threads)
     print(run_record(config, _output(config, TREES)))
 
 
-def replay(config: DecodeConfig) -> None:
+def replay(config: ReplayConfig) -> None:
     from ecospec.inference.replay.command import REPLAY, run_replay
 
-    _prepare_process(config)
+    _prepare_process(config.threads)
     print(run_replay(config, _output(config, REPLAY)))
 
 
-def report(config: DecodeConfig, folders: list[str]) -> None:
+def report(config: ReportConfig, folders: list[str]) -> None:
     from ecospec.inference.report.document import write_report
 
     for path in write_report([Path(folder) for folder in folders], _output(config, "report.html")):
@@ -87,12 +93,12 @@ def report(config: DecodeConfig, folders: list[str]) -> None:
 
 
 SUBCOMMANDS = (
-    cli.Subcommand("check", "see whether target, drafter and predictor fit, without weights", check, DecodeConfig),
-    cli.Subcommand("generate", "text in, text out", generate, DecodeConfig),
-    cli.Subcommand("eval", "compare methods on prompts; writes a run folder", evaluate, DecodeConfig),
-    cli.Subcommand("record", "note along plain decoding's texts what any selection would get", record, DecodeConfig),
-    cli.Subcommand("replay", "every policy, source and γ on recorded trees; no target", replay, DecodeConfig),
-    cli.Subcommand("report", "tables and plots of run folders", report, DecodeConfig, folders="+"),
+    cli.Subcommand("check", "see whether target, drafter and predictor fit, without weights", check, CheckConfig),
+    cli.Subcommand("generate", "text in, text out", generate, GenerateConfig),
+    cli.Subcommand("eval", "compare methods on prompts; writes a run folder", evaluate, EvalConfig),
+    cli.Subcommand("record", "note along plain decoding's texts what any selection would get", record, RecordConfig),
+    cli.Subcommand("replay", "every policy, source and γ on recorded trees; no target", replay, ReplayConfig),
+    cli.Subcommand("report", "tables and plots of run folders", report, ReportConfig, folders="+"),
 )
 
 
@@ -100,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return cli.main("ecospec-decode", SUBCOMMANDS, argv)
 
 
-def _output(config: DecodeConfig, artifact: str) -> Path:
+def _output(config: Written, artifact: str) -> Path:
     from ecospec.files import require_new_folder
 
     if config.output is None:
@@ -109,12 +115,12 @@ def _output(config: DecodeConfig, artifact: str) -> Path:
     return Path(config.output)
 
 
-def _prepare_process(config: DecodeConfig) -> None:
+def _prepare_process(threads: int | None) -> None:
     """CPU threads, and bars on a terminal only."""
     import torch
     from transformers.utils import logging as transformers_logging
 
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    if threads is not None:
+        torch.set_num_threads(threads)

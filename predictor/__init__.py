@@ -1,4 +1,4 @@
-"""The expert predictor: model, loss, metrics, the simple predictors it must beat, training, `ecospec-train`.
+"""The expert predictor: model, loss, metrics, the simple kinds it must beat, training, `ecospec-train`.
 
 Names are imported on first use: this module loads nothing.
 """
@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from ecospec.predictor.kinds.loading import load_predictor as load_predictor
     from ecospec.predictor.kinds.predictor.model import ExpertPredictor as ExpertPredictor
     from ecospec.predictor.kinds.predictor.model import ExpertPredictorConfig as ExpertPredictorConfig
-    from ecospec.predictor.kinds.tables import fit_frequency as fit_frequency
-    from ecospec.predictor.kinds.tables import fit_token as fit_token
     from ecospec.predictor.objective.loss import excess_loss as excess_loss
     from ecospec.predictor.objective.loss import expert_loss as expert_loss
     from ecospec.predictor.objective.metrics import top_experts as top_experts

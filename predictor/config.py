@@ -1,87 +1,15 @@
-"""Keys of `ecospec-train`. Every field's docstring is its line in `--help`; imports nothing heavy."""
+"""Keys of `ecospec-train`, a dataclass for each subcommand. Every field's docstring is its line in `--help`.
+
+Imports nothing heavy. What only one kind of model reads is in that kind's own `config.py`, and joins the keys here.
+"""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from ecospec.configs.schema import PredictorConfig, TargetConfig
 from ecospec.errors import InputError
-
-_POSITIVE = (
-    "max_minutes",
-    "max_steps",
-    "max_epochs",
-    "learning_rate",
-    "gradient_clip",
-    "batch_size",
-    "tokens_per_batch",
-    "accumulate",
-    "early_stopping",
-    "devices",
-    "num_nodes",
-    "threads",
-)
-_NOT_NEGATIVE = ("validate_every", "warmup_steps", "weight_decay", "seed")
-
-
-@dataclass
-class BackboneConfig:
-    path: str | None = None
-    """Hub id or folder of a dense decoder to start from; none: a fresh one of the sizes below."""
-    pretrained: bool = True
-    """Start from the weights at `backbone.path`; false: from its configuration alone, with random weights."""
-    hidden_size: int = 128
-    """Width of a fresh backbone."""
-    num_layers: int = 2
-    """Decoder layers of a fresh backbone."""
-    num_heads: int = 4
-    """Attention heads of a fresh backbone."""
-    intermediate_size: int = 256
-    """Width of a fresh backbone's MLP."""
-
-    def __post_init__(self) -> None:
-        if min(self.hidden_size, self.num_layers, self.num_heads, self.intermediate_size) <= 0:
-            raise InputError(f"--backbone: sizes must be positive, got {self}")
-        if self.hidden_size % (2 * self.num_heads):
-            raise InputError(
-                f"--backbone.num_heads {self.num_heads}: backbone.hidden_size {self.hidden_size} must be a multiple of"
-                f" {2 * self.num_heads}"
-            )
-
-
-@dataclass
-class MLPConfig:
-    """Sizes of a draft MLP."""
-
-    hidden_size: int = 256
-    """Width of a draft MLP."""
-    intermediate_size: int = 512
-    """Width inside each of its blocks."""
-    num_blocks: int = 1
-    """Gated blocks, one after the other."""
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value <= 0:
-                raise InputError(f"--mlp.{name} {value}: must be positive")
-
-
-@dataclass
-class FeedingConfig:
-    """The draft head whose hidden input a draft MLP reads."""
-
-    path: str | None = "lab"
-    """EAGLE-3 head whose hidden input a draft MLP reads: a folder, or `lab`."""
-    steps: int = 3
-    """How many tokens deep its drafts go."""
-    feature_layers: list[int] | None = None
-    """Hidden states of the target that the head is fed; by default what its checkpoint says."""
-    rope_theta: float | None = None
-    """Base of the head's rotary positions; by default what its checkpoint says."""
-
-    def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise InputError(f"--drafter.steps {self.steps}: must be at least 1")
+from ecospec.predictor.kinds import TrainedKindName, trained_kinds
 
 
 @dataclass
@@ -117,26 +45,27 @@ class HeadConfig:
 
 
 @dataclass
-class TrainConfig:
-    """Train on what a MoE target did. Training ends at the first of max_minutes, max_steps and max_epochs."""
+class TracedConfig:
+    """What every subcommand works with: a target, traces of it, and a place for the results."""
 
     target: TargetConfig = field(default_factory=TargetConfig)
-    kind: Literal["predictor", "linear", "draft_mlp"] = "predictor"
-    """What `predictor` trains: the predictor (a small decoder), a linear probe on the token, or an MLP on what a draft
-    head is fed."""
-    backbone: BackboneConfig = field(default_factory=BackboneConfig)
-    mlp: MLPConfig = field(default_factory=MLPConfig)
-    drafter: FeedingConfig = field(default_factory=FeedingConfig)
-    head: HeadConfig = field(default_factory=HeadConfig)
-    predictor: PredictorConfig = field(default_factory=PredictorConfig)
-    rungs: list[str] = field(default_factory=list)
-    """Other trained kinds that `evaluate` measures beside the predictor: folders, `lab/linear`, `lab/draft_mlp`."""
     traces: str | None = None
     """Trace folder to learn from: its `train` samples; its `test` samples are held out."""
     output: str | None = None
     """Folder to write; it must be empty or absent."""
     overwrite: bool = False
     """Replace a non-empty output folder."""
+    threads: int | None = None
+    """CPU threads; PyTorch's choice by default."""
+
+    def __post_init__(self) -> None:
+        require_positive(self, "threads")
+
+
+@dataclass
+class FitConfig(TracedConfig):
+    """What all training needs. It ends at the first of max_minutes, max_steps and max_epochs."""
+
     max_minutes: float | None = None
     """Wall-clock limit of training, in minutes."""
     max_steps: int | None = None
@@ -151,49 +80,41 @@ class TrainConfig:
     """AdamW's decay of matrices (vectors have none); with 0 it is Adam."""
     gradient_clip: float = 1.0
     """Largest norm of the gradient."""
+    tokens_per_batch: int = 4096
+    """Most tokens in one batch of one process, padding included; a longer sample is a batch by itself."""
+    precision: Literal["32-true", "bf16-mixed"] = "32-true"
+    """Arithmetic of training, in Lightning's words; exports are float32."""
+    seed: int = 0
+    """Seeds the initial weights and the order of the samples."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        limits = ("max_minutes", "max_steps", "max_epochs")
+        require_positive(self, *limits, "learning_rate", "gradient_clip", "tokens_per_batch")
+        require_not_negative(self, "warmup_steps", "weight_decay", "seed")
+
+
+@dataclass
+class ModelFitConfig(FitConfig, *dict.fromkeys(kind.training_keys for kind in trained_kinds())):
+    """What training a model of routing needs, whichever its kind; `kind` says which of the kinds' own keys are read."""
+
+    kind: TrainedKindName = "predictor"
+    """What is trained; docs/training.md says what each reads."""
     batch_size: int | None = None
     """Samples in one optimizer step, over all processes and accumulated batches; by default `tokens_per_batch` alone
     decides."""
-    tokens_per_batch: int = 4096
-    """Most tokens in one batch of one process, padding included; a longer sample is a batch by itself."""
     accumulate: int = 1
     """Batches of each process whose gradients are averaged for one optimizer step."""
-    gradient_checkpointing: bool = False
-    """Compute the backbone's activations again in the backward pass instead of keeping them: less memory, more time."""
     validate_every: int = 500
     """Optimizer steps between measurements of held-out overlap, each of which leaves a state to resume from; 0: none
     until the end, and the last weights are exported, not the best."""
     early_stopping: int | None = None
     """End training after this many measurements in a row without a better held-out overlap; never by default."""
-    checkpoint_overlaps: list[float] = field(default_factory=list)
-    """Keep a predictor folder of the first weights that reach each of these held-out overlaps."""
-    strategy: Literal["auto", "ddp", "deepspeed_stage_1", "deepspeed_stage_2"] = "auto"
-    """How several processes share the work, in Lightning's words; DeepSpeed needs GPUs and `ecospec[deepspeed]`."""
-    devices: int = 1
-    """Processes on each node, a GPU each where there are any."""
-    num_nodes: int = 1
-    """Machines; start the same command on each with `torchrun`, with `output` on a disk that all of them share."""
-    precision: Literal["32-true", "bf16-mixed"] = "32-true"
-    """Arithmetic of training, in Lightning's words; exports are float32."""
-    loggers: list[Literal["csv", "tensorboard", "wandb"]] = field(default_factory=lambda: ["csv", "tensorboard"])
-    """Where loss, learning rate and held-out overlap are written down; `wandb` must be installed."""
-    seed: int = 0
-    """Seeds the initial weights and the order of the samples."""
-    threads: int | None = None
-    """CPU threads; PyTorch's choice by default."""
 
     def __post_init__(self) -> None:
-        for name in _POSITIVE:
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise InputError(f"--{name} {value}: must be positive and finite")
-        for name in _NOT_NEGATIVE:
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise InputError(f"--{name} {value}: must be 0 or more, and finite")
-        for overlap in self.checkpoint_overlaps:
-            if not 0 < overlap <= 1:
-                raise InputError(f"--checkpoint_overlaps {overlap}: must be above 0 and at most 1")
+        super().__post_init__()
+        require_positive(self, "batch_size", "accumulate", "early_stopping")
+        require_not_negative(self, "validate_every")
         if self.batch_size is not None and self.batch_size % (self.processes * self.accumulate):
             raise InputError(
                 f"--batch_size {self.batch_size}: must be a multiple of {self.processes * self.accumulate}"
@@ -204,9 +125,88 @@ class TrainConfig:
 
     @property
     def processes(self) -> int:
-        return self.devices * self.num_nodes
+        """Processes that share the work."""
+        return 1
 
     @property
     def samples_per_batch(self) -> int | None:
         """Of one process; None where only tokens limit it."""
         return None if self.batch_size is None else self.batch_size // (self.processes * self.accumulate)
+
+    def given_on_command_line(self, keys: frozenset[str]) -> None:
+        """Raises InputError for a key that only another kind than `kind` reads."""
+        for key in sorted(keys):
+            group = key.partition(".")[0]
+            readers = [kind.name for kind in trained_kinds() if group in kind.own_keys]
+            if readers and self.kind not in readers:
+                raise InputError(f"--{key}: --kind {self.kind} does not read it (only {', '.join(readers)})")
+
+
+@dataclass
+class TrainPredictorConfig(ModelFitConfig):
+    """Train a model of a target's routing. Training ends at the first of max_minutes, max_steps and max_epochs."""
+
+    checkpoint_overlaps: list[float] = field(default_factory=list)
+    """Keep a predictor folder of the first weights that reach each of these held-out overlaps."""
+    strategy: Literal["auto", "ddp", "deepspeed_stage_1", "deepspeed_stage_2"] = "auto"
+    """How several processes share the work, in Lightning's words; DeepSpeed needs GPUs and `ecospec[deepspeed]`."""
+    devices: int = 1
+    """Processes on each node, a GPU each where there are any."""
+    num_nodes: int = 1
+    """Machines; start the same command on each with `torchrun`, with `output` on a disk that all of them share."""
+    loggers: list[Literal["csv", "tensorboard", "wandb"]] = field(default_factory=lambda: ["csv", "tensorboard"])
+    """Where loss, learning rate and held-out overlap are written down; `wandb` must be installed."""
+
+    def __post_init__(self) -> None:
+        require_positive(self, "devices", "num_nodes")
+        super().__post_init__()
+        for overlap in self.checkpoint_overlaps:
+            if not 0 < overlap <= 1:
+                raise InputError(f"--checkpoint_overlaps {overlap}: must be above 0 and at most 1")
+
+    @property
+    def processes(self) -> int:
+        """Processes that share the work."""
+        return self.devices * self.num_nodes
+
+
+@dataclass
+class GeneraliseConfig(ModelFitConfig):
+    """Train on all data sets but one in turn, and on growing parts of the samples, each time under the same limits."""
+
+    def one_training(self, output: str) -> TrainPredictorConfig:
+        """One of its trainings, which keeps what it needs in `output` and logs nothing."""
+        shared = {key.name: getattr(self, key.name) for key in fields(self)}
+        return TrainPredictorConfig(**shared | {"output": output, "loggers": []})
+
+
+@dataclass
+class TrainDrafterConfig(FitConfig):
+    """Train an EAGLE-3 head on a target's own text, to the first of max_minutes, max_steps and max_epochs."""
+
+    head: HeadConfig = field(default_factory=HeadConfig)
+
+
+@dataclass
+class EvaluateConfig(TracedConfig, *dict.fromkeys(kind.evaluation_keys for kind in trained_kinds())):
+    """Measure an exported predictor on traces of its target, beside the simple ones."""
+
+    predictor: PredictorConfig = field(default_factory=PredictorConfig)
+    rungs: list[str] = field(default_factory=list)
+    """Models of other kinds to measure beside it: folders, or the lab's, as `lab/KIND`."""
+
+
+def require_positive(config: object, *names: str) -> None:
+    """Raises InputError for a number that is not positive and finite; None passes."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not 0 < value < math.inf:
+            raise InputError(f"--{name} {value}: must be positive and finite")
+
+
+def require_not_negative(config: object, *names: str) -> None:
+    """Raises InputError for a number that is negative or not finite."""
+    for name in names:
+        value = getattr(config, name)
+        if not 0 <= value < math.inf:
+            raise InputError(f"--{name} {value}: must be 0 or more, and finite")

@@ -5,51 +5,29 @@ Refuses to load the model: a target of hundreds of GB must not be in memory for 
 Letters: V vocabulary, D embedding width.
 """
 
-from pathlib import Path
-
 import torch
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from ecospec.configs.schema import TargetConfig
 from ecospec.errors import InputError
-from ecospec.files import read_json
-from ecospec.tracing.target.loading import load_target_config
-from ecospec.tracing.target.names import resolve_target
-
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+from ecospec.tracing.target.loading import checkpoint_of, load_target_config
 
 
 def load_embedding(target: TargetConfig) -> Tensor:
-    """The table [V, D] in the dtype of the checkpoint, from safetensors files in a folder or on the hub.
+    """The table [V, D] in the dtype of the checkpoint (float32 where that is FP8), from a folder or the hub.
 
     These are the plain rows. Where a target scales what it looks up, in its embedding module (Gemma) or after it
     (Granite), the predictor does not see that, here no more than in decoding: its projection learns a scale of its own.
 
-    Raises InputError when the checkpoint has no such files, or none of its weights has the table's name.
+    Raises InputError when there is no checkpoint, or none of its weights has the table's name.
     """
     names = _possible_names(target)
-    file_of = _files_of_weights(target)
-    name = next((name for name in names if name in file_of), None)
+    checkpoint = checkpoint_of(target)
+    name = next((name for name in names if name in checkpoint), None)
     if name is None:
-        raise InputError(f"--target.name {target.name}: the checkpoint has no weight named {' or '.join(names)}")
-    with safe_open(_checkpoint_file(target, file_of[name]), framework="pt") as weights:
-        return weights.get_tensor(name)
-
-
-def _files_of_weights(target: TargetConfig) -> dict[str, str]:
-    """Weight name → file name, from the index of a sharded checkpoint or from its one file."""
-    index = _checkpoint_file(target, INDEX)
-    if index is not None:
-        return read_json(index)["weight_map"]
-    single = _checkpoint_file(target, SINGLE)
-    if single is None:
-        raise InputError(f"--target.name {target.name}: no safetensors files to read its embeddings from")
-    with safe_open(single, framework="pt") as weights:
-        return dict.fromkeys(weights.keys(), SINGLE)
+        raise InputError(f"{checkpoint.name}: the checkpoint has no weight named {' or '.join(names)}")
+    return checkpoint.read(name)
 
 
 def _possible_names(target: TargetConfig) -> list[str]:
@@ -62,14 +40,3 @@ def _possible_names(target: TargetConfig) -> list[str]:
 
 def _names_of(model: nn.Module, weight: Tensor) -> list[str]:
     return [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is weight]
-
-
-def _checkpoint_file(target: TargetConfig, name: str) -> Path | None:
-    """Local path of one file of the checkpoint, downloaded where it is a hub id; None when it has no such file."""
-    path = resolve_target(target.name)
-    if Path(path).is_dir():
-        return Path(path) / name if (Path(path) / name).is_file() else None
-    try:
-        return Path(hf_hub_download(path, name, revision=target.revision))
-    except EntryNotFoundError:
-        return None

@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from ecospec.predictor.config import BackboneConfig, TrainConfig
+from ecospec.predictor.config import TrainPredictorConfig
+from ecospec.predictor.kinds.predictor.config import BackboneConfig
+from ecospec.predictor.kinds.predictor.fresh import new_predictor as predictor_of
 from ecospec.predictor.kinds.predictor.model import ExpertPredictor
 from ecospec.predictor.training import task
 from ecospec.predictor.training.fit import fit
@@ -46,27 +48,29 @@ def learnable_traces(seed: int, samples: int = 60, T: int = 16) -> MemoryTraces:
         experts_TLK = np.stack([experts_VLK[ids, 0], experts_VLK[before, 1]], axis=1)
         split = "test" if i % 5 == 0 else "train"
         names = {"sample_id": f"synthetic/{i}/0", "dataset": "synthetic"}
-        traces.append(SimpleNamespace(input_ids=ids, prompt_len=3, experts=experts_TLK, split=split, **names))
+        traces.append(
+            SimpleNamespace(input_ids=ids, prompt_len=3, experts=experts_TLK, split=split, columns={}, **names)
+        )
     return traces
 
 
-def options(**changes: object) -> TrainConfig:
+def options(**changes: object) -> TrainPredictorConfig:
     base = {"backbone": SMALL, "tokens_per_batch": 128, "learning_rate": 1e-2, "warmup_steps": 5, "threads": 1}
-    return TrainConfig(**base | {"loggers": ["csv"]} | changes)
+    return TrainPredictorConfig(**base | {"loggers": ["csv"]} | changes)
 
 
 def fresh_predictor(
-    config: TrainConfig, shape: MoeShape, config_sha256: str, table_VD: torch.Tensor
+    config: TrainPredictorConfig, shape: MoeShape, config_sha256: str, table_VD: torch.Tensor
 ) -> ExpertPredictor:
     """A predictor, seeded as training does, for a target of which only this is known."""
     torch.manual_seed(config.seed)
-    return task.new_predictor(config, task.identity_of(config, shape, config_sha256, table_VD))
+    return predictor_of(config, task.identity_of(config.target.name, shape, config_sha256, table_VD))
 
 
-def new_predictor(config: TrainConfig) -> ExpertPredictor:
+def new_predictor(config: TrainPredictorConfig) -> ExpertPredictor:
     return fresh_predictor(config, SHAPE, "hash", TABLE)
 
 
-def trained(traces: MemoryTraces, config: TrainConfig) -> tuple[ExpertPredictor, dict]:
+def trained(traces: MemoryTraces, config: TrainPredictorConfig) -> tuple[ExpertPredictor, dict]:
     predictor = new_predictor(config)
     return predictor, fit(predictor, traces, config)

@@ -51,41 +51,34 @@ def random_layer(seed: int = 0) -> dict[str, Tensor]:
     return {key: norms[key] + 0.3 * torch.randn(shape, generator=generator) for key, shape in SHAPES.items()}
 
 
-def quantised(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Attention projections and experts in FP8 with a random scale per block, the rest as it is."""
-    generator = torch.Generator().manual_seed(0)
-    stored = dict(weights)
-    for key, tensor in weights.items():
-        if key.endswith(("_proj.weight", "with_mqa.weight")) and key != "eh_proj.weight":
-            stored[key] = (tensor * 8).to(torch.float8_e4m3fn)
-            shape = [math.ceil(size / step) for size, step in zip(tensor.shape, BLOCK, strict=True)]
-            stored[f"{key}_scale_inv"] = 0.05 + 0.2 * torch.rand(shape, generator=generator)
-    return stored
-
-
-def write_checkpoint(folder: Path, model: nn.Module, stored: dict[str, Tensor], layer: int = LAYER) -> Path:
-    """Three shards: the model, and the layer's keys dealt onto two. Returns the folder."""
+def write_checkpoint(folder: Path, model: nn.Module, *layers: dict[str, Tensor], first: int = LAYER) -> Path:
+    """Three shards: the model, and the keys of the layers from `first` on dealt onto two. Returns the folder."""
     model.save_pretrained(folder)
     (folder / "model.safetensors").rename(folder / "model-00001-of-00003.safetensors")
+    stored = {
+        f"model.layers.{layer}.{key}": tensor
+        for layer, tensors in enumerate(layers, first)
+        for key, tensor in tensors.items()
+    }
     keys = sorted(stored)
     weight_map = {"model.embed_tokens.weight": "model-00001-of-00003.safetensors"}
     for number, part in ((2, keys[::2]), (3, keys[1::2])):
         name = f"model-0000{number}-of-00003.safetensors"
-        save_file({f"model.layers.{layer}.{key}": stored[key].contiguous() for key in part}, folder / name)
-        weight_map |= {f"model.layers.{layer}.{key}": name for key in part}
+        save_file({key: stored[key].contiguous() for key in part}, folder / name)
+        weight_map |= dict.fromkeys(part, name)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return folder
 
 
-def add_layer_of(donor: nn.Module, folder: Path) -> None:
-    """Adds a prediction layer to the single file in `folder`, its decoder layer being the donor's last."""
-    prefix, generator = f"model.layers.{LAYER}.", torch.Generator().manual_seed(0)
-    stored = load_file(folder / "model.safetensors")
-    for key, tensor in load_file(folder / "donor" / "model.safetensors").items():
-        if key.startswith("model.layers.2."):
-            stored[key.replace("layers.2.", f"layers.{LAYER}.")] = tensor
-    for name, shape in {"enorm": (32,), "hnorm": (32,), "shared_head.norm": (32,), "eh_proj": (32, 64)}.items():
-        stored[f"{prefix}{name}.weight"] = 1 + 0.3 * torch.randn(shape, generator=generator)
+def add_layers_of(donor: Path, folder: Path, count: int) -> None:
+    """Adds prediction layers to the single file in `folder`, their decoder layers being the donor's last ones."""
+    generator = torch.Generator().manual_seed(0)
+    stored, given = load_file(folder / "model.safetensors"), load_file(donor / "model.safetensors")
+    for number in range(count):
+        source, prefix = f"model.layers.{LAYER - 1 - number}.", f"model.layers.{LAYER + number}."
+        stored |= {key.replace(source, prefix): tensor for key, tensor in given.items() if key.startswith(source)}
+        for name, shape in {"enorm": (32,), "hnorm": (32,), "shared_head.norm": (32,), "eh_proj": (32, 64)}.items():
+            stored[f"{prefix}{name}.weight"] = 1 + 0.3 * torch.randn(shape, generator=generator)
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -141,3 +134,21 @@ def reference(w: dict[str, Tensor], model: nn.Module, ids_n: Tensor, hidden_nH: 
     x = x + attend(attention, rms(x, w["input_layernorm.weight"]), positions, model.model.rotary_emb)
     mixed = torch.stack([mixture(w, row) for row in rms(x, w["post_attention_layernorm.weight"])])
     return rms(x + mixed, w["shared_head.norm.weight"])
+
+
+def reference_draft(
+    layers: list[dict[str, Tensor]], model: nn.Module, ids_n: Tensor, hidden_nH: Tensor, path: list[int]
+) -> Tensor:
+    """[H]: the output from which the children of `path`'s last token come, a path of drafts below a text.
+
+    Layer k reads the text and the path k tokens further ahead, beside what layer k - 1 made; a path longer than there
+    are layers is read to its end by the last, beside its own outputs. Every layer reads everything afresh.
+    """
+    tokens, n = torch.cat([ids_n, torch.tensor(path, dtype=torch.long)]), len(ids_n)
+    for number, weights in enumerate(layers[: len(path) + 1]):
+        read, last = tokens[number : number + n], hidden_nH
+        hidden_nH = reference(weights, model, read, hidden_nH)
+    for token in path[len(layers) - 1 :]:
+        read, last = torch.cat([read, torch.tensor([token])]), torch.cat([last, hidden_nH[-1:]])
+        hidden_nH = reference(layers[-1], model, read, last)
+    return hidden_nH[-1]

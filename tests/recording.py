@@ -13,11 +13,14 @@ from ecospec.inference.decoding.generation import generate_with
 from ecospec.inference.decoding.method import Method
 from ecospec.inference.decoding.statistics import Run
 from ecospec.inference.drafters.base import EachRow
-from ecospec.inference.footprints.sources import DraftMLPFootprints, LastStepFootprints, LinearFootprints, as_footprints
+from ecospec.inference.footprints import as_footprints
 from ecospec.inference.replay.record import TreeRecorder
 from ecospec.inference.replay.stepping import Combination
 from ecospec.inference.replay.treefile import Identity, TreeSet
 from ecospec.inference.tree import root_only, tree_from_levels
+from ecospec.predictor.kinds.draft_mlp.source import DraftMLPFootprints
+from ecospec.predictor.kinds.last_step.source import LastStepFootprints
+from ecospec.predictor.kinds.linear.source import LinearFootprints
 from tests.stand_ins import GREEDY, SAMPLED, DraftMLPStandIn, LinearStandIn
 from tests.tiny import VOCABULARY, tiny_model
 
@@ -142,7 +145,7 @@ class Session:
             parts = {"generator": draws(prompt_id), "eos_token_id": self.eos[prompt_id]}
             positions += trees.record(prompt_id, ids_of(prompt_id), **parts, **self.options)
         folders = {"linear": "hashed/linear", "draft_mlp": "hashed/mlp"}
-        parts = ("hashed", "hashed", self.temperature, 0, L, E, K, DEPTH, 2, datasets, folders)
+        parts = ("hashed", "hashed", self.temperature, 0, L, E, K, {"steps": DEPTH, "topk": 2}, datasets, folders)
         return TreeSet(Identity("tiny", "0" * 64, *parts), positions, trees.seconds())
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from transformers import Qwen3Config
 
-from ecospec.inference.footprints.sources import as_footprints
+from ecospec.inference.footprints import as_footprints
 from ecospec.inference.tree import root_only, tree_from_levels
-from ecospec.predictor.kinds.base import embedding_hash
 from ecospec.predictor.kinds.predictor.model import ExpertPredictor, ExpertPredictorConfig
+from ecospec.predictor.kinds.routing import embedding_hash
 from tests.tiny import VOCABULARY
 
 GREEDY = {"do_sample": False}

@@ -10,12 +10,12 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from ecospec.configs.schema import TargetConfig
 from ecospec.errors import InputError
-from ecospec.predictor.config import BackboneConfig
 from ecospec.predictor.embedding import load_embedding
-from ecospec.predictor.evaluation.evaluate import evaluate
-from ecospec.predictor.kinds.base import embedding_hash
+from ecospec.predictor.evaluation.evaluate import measure_beside_baselines
 from ecospec.predictor.kinds.predictor.backbone import backbone_config
+from ecospec.predictor.kinds.predictor.config import BackboneConfig
 from ecospec.predictor.kinds.predictor.model import ExpertPredictor, ExpertPredictorConfig
+from ecospec.predictor.kinds.routing import embedding_hash
 from ecospec.predictor.training.fit import fit
 from tests.learnable import TABLE, V, learnable_traces, new_predictor, options, trained
 from tests.tiny import random_model
@@ -72,8 +72,8 @@ def test_a_pretrained_backbone_keeps_its_weights_loses_its_vocabulary_and_learns
     reloaded = ExpertPredictor.from_pretrained(tmp_path / "exported").attach_embedding(TABLE)
     ids = torch.arange(V)[None]
     assert torch.equal(reloaded(ids), predictor.eval()(ids))
-    metrics = evaluate(trained(learnable_traces(0), config)[0], learnable_traces(0))
-    assert metrics["overlap"] > metrics["ladder"]["frequency"]["overlap"] + 0.1
+    metrics = measure_beside_baselines(trained(learnable_traces(0), config)[0], learnable_traces(0))
+    assert metrics.numbers.overlap > metrics.ladder["frequency"].overlap + 0.1
 
 
 @pytest.mark.parametrize("family", FAMILIES)

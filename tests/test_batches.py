@@ -14,14 +14,12 @@ from ecospec.inference.decoding.generation import CustomGenerate
 from ecospec.inference.drafters.eagle3.head import Eagle3Head
 from ecospec.inference.drafters.growth import TreeDrafter
 from ecospec.inference.evaluation.evaluate import left_padded
-from ecospec.inference.footprints.sources import (
-    DraftMLPFootprints,
-    LastStepFootprints,
-    LinearFootprints,
-    TableFootprints,
-)
 from ecospec.inference.tree import DraftTree, tree_from_levels
-from ecospec.predictor.kinds.tables import FrequencyPredictor
+from ecospec.predictor.kinds.counting import ExpertShares, TableFootprints
+from ecospec.predictor.kinds.draft_mlp.source import DraftMLPFootprints
+from ecospec.predictor.kinds.frequency.table import FrequencyTable
+from ecospec.predictor.kinds.last_step.source import LastStepFootprints
+from ecospec.predictor.kinds.linear.source import LinearFootprints
 from tests.selecting import chosen_of
 from tests.stand_ins import (
     GREEDY,
@@ -199,7 +197,7 @@ def test_a_source_is_told_the_true_experts_of_every_token_before_the_root(family
 
 SOURCES = {
     "last_step": lambda: LastStepFootprints(8),
-    "frequency": lambda: TableFootprints(FrequencyPredictor(np.tile(np.arange(1, 9) / 36, (3, 1)), 2), 8),
+    "frequency": lambda: TableFootprints(FrequencyTable(ExpertShares(np.tile(np.arange(1, 9) / 36, (3, 1)), 2))),
     "linear": lambda: LinearFootprints(LinearStandIn()),
     "draft_mlp": lambda: DraftMLPFootprints(DraftMLPStandIn()),
 }

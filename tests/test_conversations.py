@@ -14,7 +14,7 @@ from ecospec.configs.schema import TargetConfig
 from ecospec.data.prompts import Prompt, after, answered
 from ecospec.errors import InputError
 from ecospec.inference.cli import main
-from ecospec.inference.config import DecodeConfig
+from ecospec.inference.config import DecodingConfig, EvalConfig
 from ecospec.inference.evaluation import evaluate, runfolder
 from ecospec.inference.evaluation.evaluate import batches
 from ecospec.inference.evaluation.turns import Turns
@@ -186,7 +186,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> dict[tuple, tuple]:
     """Filled by `eval`: (label, temperature, sample id) → prompt as it was decoded, and its new ids."""
     found, summarise = {}, runfolder.summarise
 
-    def watched(config: DecodeConfig, target: object, plans: list, outcomes: list, *others: object) -> list[dict]:
+    def watched(config: EvalConfig, target: object, plans: list, outcomes: list, *others: object) -> list[dict]:
         for outcome in outcomes:
             for prompt, ids in zip(outcome.prompts, outcome.new_ids, strict=True):
                 found[outcome.plan.label, outcome.temperature, prompt.sample_id] = (prompt, ids)
@@ -272,7 +272,7 @@ def test_a_turn_that_has_outgrown_the_context_is_refused_by_name() -> None:
     context = len(prompt_ids(complete, tokenizer)) + 10 - 1  # the last of ten new tokens never goes through the model
     for limit in (context, context - 1):
         model = SimpleNamespace(config=Qwen3Config(max_position_embeddings=limit))
-        turns = Turns(DecodeConfig(max_new_tokens=10), SimpleNamespace(tokenizer=tokenizer, model=model))
+        turns = Turns(DecodingConfig(max_new_tokens=10), SimpleNamespace(tokenizer=tokenizer, model=model))
         turns.note([FIRST], [answer])
         if limit == context:
             assert turns.complete(SECOND) == complete

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from ecospec.inference.drafters.eagle3.head import Eagle3Head
+from ecospec.inference.drafters.eagle3.rollout import DraftBatch, rollout, rollout_losses, score, weighted_loss
 from ecospec.inference.drafters.growth import TreeDrafter
-from ecospec.predictor.heads.rollout import DraftBatch, rollout, rollout_losses, score, weighted_loss
 
 V, D, H, STEPS = 60, 20, 32, 3
 SEEDS = (0, 1, 2)

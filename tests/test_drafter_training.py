@@ -17,9 +17,9 @@ from ecospec.inference.drafters.eagle3.checkpoint import check_maps, load_head
 from ecospec.inference.drafters.eagle3.head import default_feature_layers
 from ecospec.inference.drafters.growth import TreeDrafter
 from ecospec.predictor import cli as train_cli
-from ecospec.predictor.config import HeadConfig, TrainConfig
+from ecospec.predictor.config import HeadConfig, TrainDrafterConfig
 from ecospec.predictor.heads.text import TargetText, read_text
-from ecospec.predictor.heads.training import draft_vocabulary, evaluate, fit, new_head, output_rows
+from ecospec.predictor.heads.training import draft_vocabulary, fit, measure_head, new_head, output_rows
 from ecospec.tracing import cli as trace_cli
 from tests.tiny import tiny_model, tiny_target_folder
 
@@ -108,12 +108,12 @@ def test_the_draft_vocabulary_is_the_most_frequent_tokens_and_its_maps_agree(see
 def test_a_trained_head_drafts_better_than_an_untrained_one(precision: str) -> None:
     model = tiny_model("qwen3_moe", num_hidden_layers=6).requires_grad_(False)
     train, test = own_text(model, list(range(24)), 40), own_text(model, list(range(100, 112)), 40)
-    config = TrainConfig(head=HEAD, max_steps=60, warmup_steps=5, tokens_per_batch=512, precision=precision)
+    config = TrainDrafterConfig(head=HEAD, max_steps=60, warmup_steps=5, tokens_per_batch=512, precision=precision)
     head = new_head(model, HEAD, train, seed=0)
     held_out = read_text(model, LAYERS, test, 512)
-    before = evaluate(head, held_out, config)
+    before = measure_head(head, held_out, config)
     training = fit(head, read_text(model, LAYERS, train, 512), output_rows(model, head), config)
-    after = evaluate(head, held_out, config)
+    after = measure_head(head, held_out, config)
     assert training["steps"] == 60
     assert after["acceptance_length"] > before["acceptance_length"] + 0.3
     assert all(late > early + 0.1 for early, late in zip(before["agreement"], after["agreement"], strict=True))
@@ -128,7 +128,7 @@ def test_training_changes_neither_target_nor_embedding_and_repeats_exactly() -> 
     text = read_text(model, LAYERS, items, 64)
     heads = [new_head(model, HEAD, items, seed=5) for _ in range(2)]
     for head in heads:
-        fit(head, text, output_rows(model, head), TrainConfig(head=HEAD, max_steps=4, tokens_per_batch=64))
+        fit(head, text, output_rows(model, head), TrainDrafterConfig(head=HEAD, max_steps=4, tokens_per_batch=64))
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     first, second = (head.state_dict() for head in heads)
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -206,6 +206,8 @@ def test_an_output_folder_in_use_is_kept_unless_told_otherwise(
         (["--head.draft_vocab_size", "265"], "--head.draft_vocab_size 265"),
         (["--head.num_key_value_heads", "3"], "--head.num_key_value_heads 3"),
         (["--head.steps", "0"], "--head.steps 0"),
+        (["--head.rope_theta", ".nan"], "--head.rope_theta nan"),
+        (["--devices", "8"], "--devices: ecospec-train drafter does not read it (only predictor)"),
         (["--head.steps", "100"], "train sample"),
         (["--head.layers", "2"], "head.layers"),
     ],
@@ -228,7 +230,7 @@ def test_traces_of_another_target_are_refused(
 
 
 def test_the_shipped_configuration_describes_a_head_of_at_most_600_000_weights() -> None:
-    config, _ = cli.parse("ecospec-train drafter", TrainConfig, ["--config", "lab/drafter"])
+    config, _ = cli.parse("ecospec-train drafter", TrainDrafterConfig, ["--config", "lab/drafter"])
     lab = {"hidden_size": 128, "vocab_size": 4096, "num_hidden_layers": 6, "num_experts": 2}
     head = new_head(tiny_model("qwen3_moe", **lab), config.head, random_samples(0, [20], 4096), seed=0)
     assert config.max_minutes == 10 and config.target.dtype == "float32"

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ecospec.errors import InputError
-from ecospec.inference.drafters.eagle3 import checkpoint as eagle3_checkpoint
 from ecospec.inference.drafters.eagle3.checkpoint import inspect_head, load_head
 from ecospec.inference.target.features import FINAL
+from ecospec.tracing.target.checkpoint import Checkpoint
 from tests import eagle3_heads as heads
 from tests.eagle3_heads import DIALECTS, LAYER_IDS, USED, D, H, TinyHead, V, target_config
 from tests.eagle3_reference import assert_equal, computed, expected, loaded, tiny_target
@@ -184,7 +184,7 @@ def test_one_error_names_every_key_that_is_missing_unused_or_misshapen(
 UNUSED = [
     (heads.eagle31().having(fc_norm=False), "fc_norm.0.weight"),
     (heads.modelopt_v3().having(norm_before_fc=False), "input_norm.weight"),
-    (heads.two_layers().having(num_hidden_layers=1), "layers.1.mlp.up_proj.weight"),
+    (heads.two_layers().having(num_hidden_layers=1), "layers.1.mlp.down_proj.weight"),
     (heads.modelopt_short().with_tensors(fc__weight=torch.ones(H, H)), "fc.weight"),
     (heads.two_layers().with_tensors(layers__1__hidden_norm__weight=torch.ones(H)), "layers.1.hidden_norm.weight"),
 ]
@@ -203,7 +203,7 @@ MISSING = [
     (heads.modelopt().having(attention_bias=True), "q_proj.bias"),
     (heads.narrow().with_tensors(embed_tokens__weight=None), "embed_tokens.weight"),
     (heads.safeailab().with_tensors(lm_head__weight=None), "lm_head.weight"),
-    (heads.modelopt().having(num_hidden_layers=2), "layers.1.mlp.up_proj.weight"),
+    (heads.modelopt().having(num_hidden_layers=2), "layers.1.mlp.down_proj.weight"),
     (heads.modelopt().with_tensors(layers__0__hidden_norm__weight=None), "layers.0.hidden_norm.weight"),
 ]
 
@@ -216,7 +216,32 @@ def test_places_that_the_configuration_makes_and_no_weight_fills_are_refused(
         inspect_head(head.write(tmp_path), target_config())
 
 
-def quantised(folder: Path) -> None:
+@pytest.mark.parametrize("make", [heads.safeailab, heads.specforge, heads.angelslim])
+@pytest.mark.parametrize("said", [40, 2, 0, None])
+def test_a_safeailab_head_has_the_layers_that_its_weights_have(
+    make: Callable, said: int | None, tmp_path: Path
+) -> None:
+    """A published one has its target's number of layers in its config.json."""
+    plain, tiny = make(), make().having(num_hidden_layers=said)
+    folder = tiny.write(tmp_path)
+    notes = set(inspect_head(folder, target_config()).notes) - set(
+        inspect_head(plain.write(tmp_path / "plain"), target_config()).notes
+    )
+    told = f"config.json says num_hidden_layers {said}; took 1, which the weights have"
+    assert notes == (set() if said is None else {told})
+    head = load_head(folder, target_config()).attach(tiny_target())
+    assert head.config.num_hidden_layers == 1
+    assert_equal(computed(head), expected(plain))
+
+
+def test_a_message_names_the_first_few_of_many_keys(tmp_path: Path) -> None:
+    folder = heads.modelopt().having(num_hidden_layers=40).write(tmp_path)
+    with pytest.raises(InputError, match=r"missing keys: layers\.1\..* and \d{3} more$") as caught:
+        inspect_head(folder, target_config())
+    assert len(str(caught.value)) < 400
+
+
+def quantized(folder: Path) -> None:
     heads.modelopt(quantization_config={"quant_method": "modelopt", "quant_algo": "FP8"}).write(folder)
 
 
@@ -253,7 +278,7 @@ def lost_shard(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [
-        (quantised, "config.json: quantization_config"),
+        (quantized, "config.json: quantization_config"),
         (without_weights, "holds no weights"),
         (cut_short, "model.safetensors: cannot be read"),
         (no_archive, "pytorch_model.bin: cannot be read"),
@@ -291,7 +316,8 @@ def test_inspection_reads_no_weights_and_tells_what_loading_does(
     tiny = make()
     folder = tiny.write(tmp_path)
     head = load_head(folder, target_config())
-    monkeypatch.setattr(eagle3_checkpoint, "load_file", None)
+    monkeypatch.setattr(Checkpoint, "read", None)
+    monkeypatch.setattr(Checkpoint, "read_all", None)
     spec = inspect_head(folder, target_config())
     assert spec.shapes == {key: tuple(tensor.shape) for key, tensor in tiny.tensors.items()}
     assert (spec.flags, spec.feature_layers, spec.config.draft_vocab_size) == (head.flags, head.feature_layers, D)

@@ -13,12 +13,14 @@ from transformers import LlamaConfig
 
 from ecospec.configs.schema import TargetConfig
 from ecospec.errors import InputError
-from ecospec.inference import EcoSpecDecoder, assemble
+from ecospec.inference import EcoSpecDecoder
 from ecospec.inference.cli import main
 from ecospec.inference.drafters.eagle3.head import Eagle3Head
 from ecospec.inference.evaluation import runfolder
-from ecospec.predictor.config import BackboneConfig, TrainConfig
+from ecospec.predictor.config import TrainPredictorConfig
 from ecospec.predictor.embedding import load_embedding
+from ecospec.predictor.kinds import loading
+from ecospec.predictor.kinds.predictor.config import BackboneConfig
 from ecospec.seeds import sample_seed
 from ecospec.tracing.cli import main as trace
 from ecospec.tracing.target.loading import config_hash, load_target, load_target_config, shape_of
@@ -48,7 +50,7 @@ def save_head(folder, vocab_size=VOCABULARY, hidden_size=32, seed=0):
 
 
 def save_predictor(folder, target):
-    config = TrainConfig(target=TargetConfig(name=str(target)), backbone=BackboneConfig(hidden_size=32))
+    config = TrainPredictorConfig(target=TargetConfig(name=str(target)), backbone=BackboneConfig(hidden_size=32))
     model_config = load_target_config(config.target)
     shape = shape_of(model_config)
     predictor = fresh_predictor(config, shape, config_hash(model_config), load_embedding(config.target))
@@ -71,11 +73,9 @@ def save_rung(folder, lab, kind, **changes):
 @pytest.fixture
 def rungs(lab, tmp_path, monkeypatch):
     """A method for every footprint source, as YAML; the trained rungs are random stand-ins."""
-    stand_ins, load = (
-        {"linear": LinearStandIn((6, 8, 2)), "draft_mlp": DraftMLPStandIn((6, 8, 2))},
-        assemble.load_trained,
-    )
-    monkeypatch.setattr(assemble, "load_trained", lambda source, folder: stand_ins.get(source) or load(source, folder))
+    stand_ins = {"linear": LinearStandIn((6, 8, 2)), "draft_mlp": DraftMLPStandIn((6, 8, 2))}
+    load, kind_of = loading.load_predictor, loading.kind_of
+    monkeypatch.setattr(loading, "load_predictor", lambda path: stand_ins.get(kind_of(path).name) or load(path))
     folders = {
         "predictor": lab.root / "predictor",
         "linear": save_rung(tmp_path / "probe", lab, "ecospec_linear_predictor"),
@@ -112,7 +112,7 @@ def options(lab, **changes):
         "max-new-tokens": 24,
         "threads": 1,
     } | changes
-    return [word for key, value in values.items() for word in (f"--{key}", str(value))]
+    return [word for key, value in values.items() if value is not None for word in (f"--{key}", str(value))]
 
 
 def methods(*names):
@@ -166,7 +166,8 @@ def test_tables_from_traces_serve_as_footprints(lab, tmp_path):
 
 def test_every_footprint_source_decodes_plain_decodings_text(lab, rungs, tmp_path, capsys):
     command = options(lab, methods=rungs, traces=lab.root / "traces", temperature="1", output=tmp_path / "run")
-    assert main(["check", *command[:-2]]) == 0
+    checked = options(lab, methods=rungs, traces=lab.root / "traces", threads=None)
+    assert main(["check", *checked]) == 0
     assert f"{tmp_path / 'mlp'}, 0.00 M weights" in (out := capsys.readouterr().out)
     assert "fed the drafter's hidden 32" in out
     assert main(["eval", *command]) == 0
@@ -227,7 +228,7 @@ def test_a_draft_mlp_that_does_not_fit_is_refused_by_name(lab, tmp_path, capsys,
     own = {key: value for key, value in changes.items() if key in ("draft_size", "num_layers", "target_config_sha256")}
     values = {"footprints": "draft_mlp", "predictor": save_rung(tmp_path / "mlp", lab, "ecospec_draft_mlp", **own)}
     rest = {key: value for key, value in changes.items() if key not in own}
-    one_line(capsys, main(["check", *options(lab, **values | rest)]), *words)
+    one_line(capsys, main(["check", *options(lab, threads=None, **values | rest)]), *words)
 
 
 def test_report_gathers_run_folders(lab, tmp_path):
@@ -248,15 +249,15 @@ def test_generate_streams_the_text_and_ends_with_a_summary(lab, capsys):
 
 
 def test_check_says_what_fits_without_loading_weights(lab, capsys, tmp_path):
-    assert main(["check", *options(lab)]) == 0
+    assert main(["check", *options(lab, threads=None)]) == 0
     out = capsys.readouterr().out
     assert "6 of 8 experts, top-2" in out
     assert out.endswith("everything fits\n")
     weights = lab.target / "model.safetensors"
     blind = shutil.copytree(lab.target, tmp_path / "target")
     (blind / "model.safetensors").write_bytes(weights.read_bytes()[:100])  # never read
-    assert main(["check", *options(lab, target=blind)]) == 0
-    assert main(["check", *options(lab, **{"expert-mib": 0.05})]) == 0
+    assert main(["check", *options(lab, threads=None, target=blind)]) == 0
+    assert main(["check", *options(lab, threads=None, **{"expert-mib": 0.05})]) == 0
     assert "GiB" in capsys.readouterr().out
 
 
@@ -394,33 +395,39 @@ OUT_OF_RANGE = [
 
 
 @pytest.mark.parametrize(("changes", "option"), OUT_OF_RANGE, ids=[str(changes) for changes, _ in OUT_OF_RANGE])
-def test_a_value_out_of_range_is_refused_before_any_work(lab, capsys, changes, option):
-    one_line(capsys, main(["check", *options(lab, **changes)]), option)
+def test_a_value_out_of_range_is_refused_before_any_work(lab, tmp_path, capsys, changes, option):
+    values = {"output": tmp_path / "run", "methods": methods("marginal")} | changes
+    one_line(capsys, main(["eval", *options(lab, **values)]), option)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is such a device")
 def test_a_device_that_is_not_there_is_refused(lab, capsys):
-    one_line(capsys, main(["check", *options(lab, **{"target.device_map": "cuda"})]), "--target.device_map", "no such")
+    one_line(
+        capsys,
+        main(["check", *options(lab, threads=None, **{"target.device_map": "cuda"})]),
+        "--target.device_map",
+        "no such",
+    )
 
 
 @pytest.mark.parametrize(("option", "value"), [("temperature", "0,1"), ("batch-size", "2")])
 @pytest.mark.parametrize("command", ["generate", "record"])
 def test_what_a_command_would_ignore_is_refused(lab, tmp_path, capsys, command, option, value):
-    values = {option: value, "output": tmp_path / "out"}
+    values = {option: value, "output": tmp_path / "out" if command == "record" else None}
     one_line(capsys, main([command, *options(lab, **values)]), f"--{option.replace('-', '_')}", command)
 
 
 def test_check_reads_the_prompts_too(lab, tmp_path, capsys):
-    assert main(["check", *options(lab)]) == 0
+    assert main(["check", *options(lab, threads=None)]) == 0
     assert "fit the target's context" in capsys.readouterr().out
-    one_line(capsys, main(["check", *options(lab, prompts=tmp_path / "none.jsonl")]), "none.jsonl")
+    one_line(capsys, main(["check", *options(lab, threads=None, prompts=tmp_path / "none.jsonl")]), "none.jsonl")
 
 
 def test_a_tokenizer_without_a_vocabulary_is_refused(lab, tmp_path, capsys):
     folder = shutil.copytree(lab.target, tmp_path / "target")
     for path in folder.glob("tokenizer*"):
         path.unlink()
-    one_line(capsys, main(["check", *options(lab, target=folder)]), "tokenizer")
+    one_line(capsys, main(["check", *options(lab, threads=None, target=folder)]), "tokenizer")
 
 
 def test_tables_of_another_target_are_refused(lab, tmp_path, capsys):
@@ -428,7 +435,7 @@ def test_tables_of_another_target_are_refused(lab, tmp_path, capsys):
     command = ["run", "--target", str(other), "--prompts", str(lab.prompts), "--max-new-tokens", "2"]
     assert trace([*command, "--output", str(tmp_path / "traces")]) == 0
     values = {"footprints": "token", "traces": tmp_path / "traces"}
-    one_line(capsys, main(["check", *options(lab, **values)]), "--traces", "another target")
+    one_line(capsys, main(["check", *options(lab, threads=None, **values)]), "--traces", "another target")
 
 
 def test_a_failed_write_is_one_line_and_leaves_nothing(lab, tmp_path, monkeypatch, capsys):

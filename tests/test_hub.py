@@ -15,8 +15,8 @@ from ecospec.data.prompts import read_prompts
 from ecospec.errors import InputError
 from ecospec.hub import hub_or_cache, is_hub_name
 from ecospec.inference.drafters.draft_lm.head import inspect_language_model
-from ecospec.predictor.config import BackboneConfig
 from ecospec.predictor.kinds.predictor.backbone import backbone_config
+from ecospec.predictor.kinds.predictor.config import BackboneConfig
 from ecospec.tracing.target.loading import load_target_config, load_tokenizer
 from ecospec.tracing.target.names import part_folder
 from tests.tiny import tiny_config, tiny_tokenizer

@@ -5,13 +5,13 @@ import pytest
 from ecospec.configs.schema import PromptConfig, TargetConfig
 from ecospec.data.prompts import read_prompts
 from ecospec.inference.assemble import plan_methods
-from ecospec.inference.config import DecodeConfig, MethodConfig
+from ecospec.inference.config import EvalConfig, MethodConfig, RecordConfig
 from ecospec.inference.evaluation.evaluate import evaluate
 from ecospec.inference.replay.command import TREES, run_record
 from ecospec.inference.replay.results import ALL, replay
 from ecospec.inference.replay.stepping import Combination, Replay
 from ecospec.inference.replay.treefile import read_trees
-from ecospec.predictor.kinds.loading import KINDS
+from ecospec.predictor.kinds import trained_kinds
 from ecospec.tracing.target.loading import load_target
 
 PROMPTS = {"datasets": ["lab/maths", "lab/code", "lab/terms", "lab/prose"], "samples": 5}
@@ -31,26 +31,26 @@ def selection(one: Combination) -> dict:
     return known | ({"footprints": one.footprints} if one.footprints else {})
 
 
-def settings(temperature: float) -> DecodeConfig:
+def settings(temperature: float) -> dict:
     methods = [MethodConfig(label(one), selection=selection(one)) for one in COMBINATIONS]
-    return DecodeConfig(
-        target=TargetConfig(name="lab", dtype="float32"),
+    return {
+        "target": TargetConfig(name="lab", dtype="float32"),
         **PROMPTS,
-        max_new_tokens=32,
-        temperature=[temperature],
-        methods=[MethodConfig("plain", drafter="none"), *methods],
-    )
+        "max_new_tokens": 32,
+        "temperature": [temperature],
+        "methods": [MethodConfig("plain", drafter="none"), *methods],
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_twenty_prompts_replay_as_they_decode(temperature, tmp_path):
-    config = settings(temperature)
-    run_record(config, tmp_path / "trees")
+    run_record(RecordConfig(**settings(temperature)), tmp_path / "trees")
+    config = EvalConfig(**settings(temperature))
     replayed = Replay(read_trees(tmp_path / "trees" / TREES))
     target, prompts = load_target(config.target), read_prompts(PromptConfig(**PROMPTS))
     assert len(prompts) == 20
-    outcomes, differences = evaluate(config, target, plan_methods(config), prompts)
+    outcomes, differences = evaluate(config, target, plan_methods(config, config.methods), prompts)
     assert not differences
     for one in COMBINATIONS:
         steps = replayed.steps(one)
@@ -63,8 +63,8 @@ def test_twenty_prompts_replay_as_they_decode(temperature, tmp_path):
 
 @pytest.mark.slow
 def test_shipped_footprints_keep_most_of_what_oracle_saves(tmp_path):
-    methods = [MethodConfig(source, selection={"footprints": source}) for source in KINDS]
-    config = DecodeConfig(
+    methods = [MethodConfig(kind.name, selection={"footprints": kind.name}) for kind in trained_kinds()]
+    config = RecordConfig(
         target=TargetConfig(name="lab", dtype="float32"),
         datasets=PROMPTS["datasets"],
         samples=15,

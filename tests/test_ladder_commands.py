@@ -12,21 +12,18 @@ from ecospec.data.traces import read_traces
 from ecospec.inference.cli import main as decode
 from ecospec.predictor.cli import main as train
 from ecospec.predictor.evaluation.generalisation import SHARES, part_of, without
-from ecospec.predictor.kinds.loading import KINDS, kind_of
+from ecospec.predictor.kinds import trained_kinds
+from ecospec.predictor.kinds.loading import kind_of
 from ecospec.tracing.cli import main as trace
 from tests.test_eval import save_head
 
-SMALL = [
-    "--backbone.hidden_size",
-    "32",
-    "--backbone.num_layers",
-    "1",
-    "--mlp.hidden_size",
-    "32",
-    "--mlp.num_blocks",
-    "1",
-]
-SHORT = [*SMALL, "--max-steps", "15", "--tokens-per-batch", "128", "--loggers", "csv", "--threads", "1"]
+KINDS = [kind.name for kind in trained_kinds()]
+SMALL = {
+    "predictor": ["--backbone.hidden_size", "32", "--backbone.num_layers", "1"],
+    "linear": [],
+    "draft_mlp": ["--mlp.hidden_size", "32", "--mlp.num_blocks", "1"],
+}
+SHORT = ["--max-steps", "15", "--tokens-per-batch", "128", "--threads", "1"]
 ROUNDS = ("seen", "unseen", "token_seen", "token_unseen")
 
 
@@ -43,10 +40,12 @@ def made(tmp_path_factory: pytest.TempPathFactory, tiny_target: Path) -> SimpleN
     for name in ("head", "other"):
         (root / name).mkdir()
         save_head(root / name, seed=len(name))
-    traces = [*target, "--traces", str(root / "traces"), "--drafter", str(root / "head")]
+    traces, drafter = [*target, "--traces", str(root / "traces")], ["--drafter", str(root / "head")]
+    own = SMALL | {"draft_mlp": [*SMALL["draft_mlp"], *drafter]}
     for kind in KINDS:
-        assert train(["predictor", *traces, *SHORT, "--kind", kind, "--output", str(root / kind)]) == 0
-    return SimpleNamespace(root=root, target=target, traces=traces, prompts=[*target, *prompts])
+        words = ["predictor", *traces, *SHORT, *own[kind], "--loggers", "csv"]
+        assert train([*words, "--kind", kind, "--output", str(root / kind)]) == 0
+    return SimpleNamespace(root=root, target=target, traces=traces, drafter=drafter, prompts=[*target, *prompts])
 
 
 def numbers(path: Path) -> dict:
@@ -56,14 +55,14 @@ def numbers(path: Path) -> dict:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_exported_as_itself_with_the_same_numbers(made, kind):
     metrics = numbers(made.root / kind)
-    assert kind_of(made.root / kind) == metrics["kind"] == kind
+    assert kind_of(made.root / kind).name == metrics["kind"] == kind
     assert metrics.keys() == numbers(made.root / "predictor").keys()
     assert 0 < metrics["overlap"] < 1 and metrics["seconds_per_step"] > 0
 
 
 def test_measured_together_all_kinds_have_the_numbers_of_their_own_export(made, tmp_path, capsys):
     rungs = f"{made.root / 'linear'},{made.root / 'draft_mlp'}"
-    words = ["evaluate", *made.traces, "--predictor", str(made.root / "predictor"), "--rungs", rungs]
+    words = ["evaluate", *made.traces, *made.drafter, "--predictor", str(made.root / "predictor"), "--rungs", rungs]
     assert train([*words, "--output", str(tmp_path / "out")]) == 0
     found = numbers(tmp_path / "out")
     together = {"predictor": found, **{kind: found["ladder"][kind] for kind in ("linear", "draft_mlp")}}
@@ -106,7 +105,7 @@ def test_every_kind_decodes_plain_decodings_text(made, tmp_path):
 
 
 def test_leaving_data_sets_out_is_measured_for_each_and_beside_a_learning_curve(made, tmp_path, capsys):
-    assert train(["generalise", *made.traces, *SHORT, "--output", str(tmp_path / "out")]) == 0
+    assert train(["generalise", *made.traces, *SHORT, *SMALL["predictor"], "--output", str(tmp_path / "out")]) == 0
     metrics = numbers(tmp_path / "out")
     assert metrics["generalisation"].keys() == {"words", "verbs"}
     assert all(row.keys() == set(ROUNDS) for row in metrics["generalisation"].values())

@@ -1,4 +1,4 @@
-"""A wheel holds what users need and runs where the repository is not; a checkout tests itself, not what is installed."""
+"""A wheel has what users need and runs where the repository is not; a checkout tests itself, whatever is installed."""
 
 import os
 import shutil

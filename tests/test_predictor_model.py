@@ -15,9 +15,9 @@ from transformers import AutoConfig, DynamicCache
 from ecospec.configs.schema import TargetConfig
 from ecospec.errors import InputError
 from ecospec.predictor.embedding import load_embedding
-from ecospec.predictor.kinds.base import embedding_hash
 from ecospec.predictor.kinds.loading import load_predictor
 from ecospec.predictor.kinds.predictor.model import SMALLEST_BACKBONE, ExpertPredictor, ExpertPredictorConfig
+from ecospec.predictor.kinds.routing import embedding_hash
 from tests.tiny import tiny_model, tiny_target_folder
 
 L, E, K, V, D = 3, 8, 2, 40, 12
@@ -259,5 +259,5 @@ def test_a_tied_embedding_is_found(tmp_path):
 def test_a_checkpoint_without_the_table_is_refused(tmp_path):
     folder = tiny_target_folder(tmp_path / "target")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(InputError, match="no safetensors files"):
+    with pytest.raises(InputError, match=r"--target.name .* holds no weights"):
         load_embedding(TargetConfig(name=str(folder)))

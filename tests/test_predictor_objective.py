@@ -15,7 +15,8 @@ from torch import nn
 
 from ecospec.data.module import Batch, collate
 from ecospec.errors import InputError
-from ecospec.predictor.kinds.tables import fit_frequency, fit_token
+from ecospec.predictor.kinds import kind_named
+from ecospec.predictor.kinds.counting import ExpertTable
 from ecospec.predictor.objective import loss, overlap
 from ecospec.predictor.objective.loss import batch_loss, excess_loss, expert_loss
 from ecospec.predictor.objective.metrics import (
@@ -53,7 +54,11 @@ def random_item(
     experts_TLK = np.sort(rng.random((T, num_layers, num_experts)).argsort(-1)[..., :K], axis=-1).astype(np.uint8)
     ids_T = rng.integers(0, V, T).astype(np.int32)
     name = {"sample_id": f"{dataset}/{rng.integers(1000)}/0", "dataset": dataset, "split": split}
-    return SimpleNamespace(input_ids=ids_T, prompt_len=2, experts=experts_TLK, **name)
+    return SimpleNamespace(input_ids=ids_T, prompt_len=2, experts=experts_TLK, columns={}, **name)
+
+
+def count(kind: str, traces: MemoryTraces, vocab_size: int = V) -> ExpertTable:
+    return kind_named(kind).count(traces, vocab_size)
 
 
 def random_traces(seed: int, size: int = 12) -> MemoryTraces:
@@ -201,12 +206,12 @@ def test_meter_equals_counting_with_python_sets(seed):
         ]
         return sum(chosen) / len(chosen)
 
-    metrics = meter.metrics()
-    assert metrics["overlap"] == pytest.approx(mean("test"))
-    assert metrics["overlap_all"] == pytest.approx(mean("test", answer_only=False))
-    assert metrics["overlap_train"] == pytest.approx(mean("train"))
-    assert metrics["overlap_by_layer"] == pytest.approx([mean("test", layer=at) for at in range(L)])
-    assert metrics["overlap_by_dataset"] == pytest.approx({d: mean("test", dataset=d) for d in "ab"})
+    metrics = meter.numbers()
+    assert metrics.overlap == pytest.approx(mean("test"))
+    assert metrics.overlap_all == pytest.approx(mean("test", answer_only=False))
+    assert metrics.overlap_train == pytest.approx(mean("train"))
+    assert metrics.overlap_by_layer == pytest.approx([mean("test", layer=at) for at in range(L)])
+    assert metrics.overlap_by_dataset == pytest.approx({d: mean("test", dataset=d) for d in "ab"})
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -237,13 +242,13 @@ def test_recall_and_calibration_equal_counting_one_by_one(seed):
                 shares.append(len(set(best[:size]) & set(true)) / K)
             probability_E = logits_TLE[t, layer].softmax(-1).tolist()
             triples += [(min(1.0, K * p), expert in true) for expert, p in enumerate(probability_E)]
-    metrics = meter.metrics()
-    assert metrics["recall_at"] == pytest.approx({str(size): np.mean(shares) for size, shares in recalled.items()})
-    assert metrics["recall_at"]["3"] == pytest.approx(metrics["overlap"])
+    metrics = meter.numbers()
+    assert metrics.recall_at == pytest.approx({str(size): np.mean(shares) for size, shares in recalled.items()})
+    assert metrics.recall_at["3"] == pytest.approx(metrics.overlap)
     bins = [[triple for triple in triples if min(9, int(10 * triple[0])) == number] for number in range(10)]
     bins = [np.array(inside) for inside in bins if inside]
     expected = {"predicted": [b[:, 0].mean() for b in bins], "observed": [b[:, 1].mean() for b in bins]}
-    found = metrics["calibration"]
+    found = metrics.calibration
     assert found["bins"]["number"] == [len(b) for b in bins]
     assert all(found["bins"][name] == pytest.approx(values) for name, values in expected.items())
     distances = [len(b) * abs(b[:, 0].mean() - b[:, 1].mean()) for b in bins]
@@ -268,16 +273,16 @@ def test_knowing_the_routing_gives_overlap_one_and_no_excess_loss():
         return [torch.full((*chosen.shape[:2], E), -1e4).scatter_(-1, chosen, 0.0).split(4)]
 
     metrics = measure(oracle, traces)
-    assert metrics["overlap"] == metrics["overlap_all"] == metrics["overlap_train"] == 1.0
-    assert metrics["excess_loss"] == pytest.approx(0.0, abs=1e-5)
-    assert metrics["recall_at"] == dict.fromkeys(["3", "5", "7", "10"], 1.0)
-    assert metrics["calibration"]["error"] == pytest.approx(0.0, abs=1e-6)
-    assert metrics["calibration"]["bins"]["observed"] == [0.0, 1.0]
+    assert metrics.overlap == metrics.overlap_all == metrics.overlap_train == 1.0
+    assert metrics.excess_loss == pytest.approx(0.0, abs=1e-5)
+    assert metrics.recall_at == dict.fromkeys(["3", "5", "7", "10"], 1.0)
+    assert metrics.calibration["error"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics.calibration["bins"]["observed"] == [0.0, 1.0]
 
 
 def test_traces_without_held_out_answers_are_refused():
     traces = MemoryTraces(item for item in random_traces(0) if item.split == "train")
-    frequency = fit_frequency(traces)
+    frequency = count("frequency", traces)
     with pytest.raises(InputError, match="test samples have no answer positions"):
         measure(lambda item: [[frequency.logits(item.input_ids)]], traces)
 
@@ -305,12 +310,12 @@ def test_frequency_and_token_equal_brute_force_counting(seed):
     overall, by_token = brute_force_counts(traces)
     ids_V = np.arange(V, dtype=np.int32)
     expected_frequency = [brute_force_top(overall[layer], Counter()) for layer in range(L)]
-    assert fit_frequency(traces).predict(ids_V).tolist() == [expected_frequency] * V
+    assert count("frequency", traces).predict(ids_V).tolist() == [expected_frequency] * V
     unseen = [Counter()] * L
     expected_token = [
         [brute_force_top(by_token.get(v, unseen)[layer], overall[layer]) for layer in range(L)] for v in range(V)
     ]
-    assert fit_token(traces, V).predict(ids_V).tolist() == expected_token
+    assert count("token", traces).predict(ids_V).tolist() == expected_token
 
 
 def test_a_token_never_seen_gets_the_frequent_experts():
@@ -318,7 +323,7 @@ def test_a_token_never_seen_gets_the_frequent_experts():
     item = random_item(rng, T=40)
     item.input_ids = item.input_ids % 5
     traces = MemoryTraces([item])
-    token, frequency = fit_token(traces, V), fit_frequency(traces)
+    token, frequency = count("token", traces), count("frequency", traces)
     unseen = np.array([5, V - 1])
     assert np.array_equal(token.predict(unseen), frequency.predict(unseen))
     assert not np.array_equal(token.predict(np.arange(5)), frequency.predict(np.arange(5)))
@@ -328,13 +333,13 @@ def test_a_token_never_seen_gets_the_frequent_experts():
 @pytest.mark.parametrize("seed", SEEDS)
 def test_simple_predictors_give_distributions(seed):
     traces, ids_V = random_traces(seed), np.arange(V)
-    for simple in (fit_frequency(traces), fit_token(traces, V)):
+    for simple in (count("frequency", traces), count("token", traces)):
         torch.testing.assert_close(simple.logits(ids_V).exp().sum(-1), torch.ones(V, L, dtype=torch.float64))
 
 
 def test_counting_refuses_ids_beyond_the_vocabulary_and_missing_train_samples():
     traces = random_traces(0)
     with pytest.raises(InputError, match="beyond the target's 4 tokens"):
-        fit_token(traces, 4)
+        count("token", traces, 4)
     with pytest.raises(InputError, match="no train samples"):
-        fit_frequency(MemoryTraces(item for item in traces if item.split == "test"))
+        count("frequency", MemoryTraces(item for item in traces if item.split == "test"))

@@ -21,10 +21,9 @@ from ecospec.data.module import BatchLimits, TrainBatches
 from ecospec.data.traces import read_traces
 from ecospec.errors import InputError
 from ecospec.predictor import cli
-from ecospec.predictor.config import TrainConfig
-from ecospec.predictor.evaluation.evaluate import evaluate
+from ecospec.predictor.config import TrainPredictorConfig
+from ecospec.predictor.evaluation.evaluate import measure_beside_baselines
 from ecospec.predictor.kinds.predictor.model import ExpertPredictor
-from ecospec.predictor.training.fit import require_answers
 from ecospec.predictor.training.module import (
     FINAL_FACTOR,
     EndlessBatches,
@@ -32,6 +31,7 @@ from ecospec.predictor.training.module import (
     PredictorModule,
     learning_rate_factor,
 )
+from ecospec.predictor.training.start import require_answers
 from ecospec.predictor.training.trainer import make_trainer, run_trainer
 from ecospec.tracing.cli import main as trace_main
 from ecospec.tracing.target.loading import MoeShape
@@ -55,20 +55,21 @@ ROW_KEYS = {
 def test_fifty_steps_beat_frequency_on_a_learnable_trace(seed):
     traces = learnable_traces(seed)
     predictor, training = trained(traces, options(max_steps=50, seed=seed))
-    metrics = evaluate(predictor, traces)
+    metrics = measure_beside_baselines(predictor, traces)
     assert training["steps"] == 50
-    assert metrics["overlap"] > metrics["ladder"]["frequency"]["overlap"] + 0.2
-    assert metrics["excess_loss"] < metrics["ladder"]["frequency"]["excess_loss"] - 0.2
-    assert ROW_KEYS | {"ladder", "kind"} == set(metrics)
-    assert all(set(rung) == ROW_KEYS for rung in metrics["ladder"].values())
-    assert metrics["ladder"]["token"]["overlap_by_layer"][0] == 1.0  # counting tokens knows the layer that follows them
+    assert metrics.numbers.overlap > metrics.ladder["frequency"].overlap + 0.2
+    assert metrics.numbers.excess_loss < metrics.ladder["frequency"].excess_loss - 0.2
+    written = metrics.to_json()
+    assert ROW_KEYS | {"ladder", "kind"} == set(written)
+    assert all(set(numbers) == ROW_KEYS for numbers in written["ladder"].values())
+    assert metrics.ladder["token"].overlap_by_layer[0] == 1.0  # counting tokens knows the layer that follows them
 
 
 def test_context_is_learned_that_counting_tokens_cannot_know():
     traces = learnable_traces(0, samples=300)
     predictor, _ = trained(traces, options(max_steps=200))
-    metrics = evaluate(predictor, traces)
-    assert metrics["overlap_by_layer"][1] > metrics["ladder"]["token"]["overlap_by_layer"][1] + 0.2
+    metrics = measure_beside_baselines(predictor, traces)
+    assert metrics.numbers.overlap_by_layer[1] > metrics.ladder["token"].overlap_by_layer[1] + 0.2
 
 
 def test_held_out_samples_teach_nothing():
@@ -92,8 +93,8 @@ def test_mixed_precision_trains_and_keeps_float32_weights():
     traces = learnable_traces(0)
     predictor, _ = trained(traces, options(max_steps=50, precision="bf16-mixed"))
     assert {p.dtype for p in predictor.parameters()} == {torch.float32}
-    metrics = evaluate(predictor, traces)
-    assert metrics["overlap"] > metrics["ladder"]["frequency"]["overlap"] + 0.2
+    metrics = measure_beside_baselines(predictor, traces)
+    assert metrics.numbers.overlap > metrics.ladder["frequency"].overlap + 0.2
 
 
 def test_training_ends_after_the_epochs_asked_for():
@@ -105,7 +106,7 @@ def test_training_ends_after_the_epochs_asked_for():
 @pytest.mark.parametrize(("processes", "rounds"), [(1, 6), (2, 3), (4, 2), (5, 2), (7, 1)])
 def test_an_epoch_ends_with_its_last_round_though_some_batches_are_given_twice(processes, rounds, monkeypatch):
     """6 batches an epoch, read as the first of several processes would."""
-    monkeypatch.setattr(data_module, "_place", lambda: (0, processes))
+    monkeypatch.setattr(data_module, "rank_and_world", lambda: (0, processes))
     _, training = trained(learnable_traces(0), options(max_epochs=4))
     assert training["steps"] == 4 * rounds
 
@@ -360,7 +361,9 @@ def test_traces_from_before_weights_were_hashed_are_accepted(recorded, tiny_targ
         (["--warmup-steps", "-1"], "--warmup_steps -1"),
         (["--weight-decay", "-0.1"], "--weight_decay -0.1"),
         (["--gradient-clip", "0"], "--gradient_clip 0"),
-        (["--head.rope_theta", ".nan"], "--head.rope_theta nan"),
+        (["--head.rope_theta", "1"], "does not read it (only drafter)"),
+        (["--mlp.num_blocks", "2"], "--mlp.num_blocks: --kind predictor does not read it (only draft_mlp)"),
+        (["--kind", "linear"], "--backbone.hidden_size: --kind linear does not read it (only predictor)"),
         (["--seed", "-1"], "--seed -1"),
         (["--max-minuets", "1"], "max-minuets"),
     ],
@@ -379,7 +382,7 @@ def test_a_missing_key_is_named(key, recorded, tiny_target, tmp_path, capsys):
 
 
 def test_the_shipped_configuration_parses_and_fits_its_budget():
-    config, _ = parse("ecospec-train predictor", TrainConfig, ["--config", "lab/predictor"])
+    config, _ = parse("ecospec-train predictor", TrainPredictorConfig, ["--config", "lab/predictor"])
     assert config.max_minutes == 2.0
     lab = MoeShape("qwen3_moe", tuple(range(8)), 64, 8, 64, 128, 8)
     predictor = fresh_predictor(config, lab, "hash", torch.randn(64, 128))

@@ -9,7 +9,8 @@ from ecospec.inference.decoding.statistics import Run
 from ecospec.inference.replay.results import compared, replay
 from ecospec.inference.replay.stepping import Combination, Replay, combinations
 from ecospec.inference.replay.treefile import Position, TreeSet
-from ecospec.predictor.kinds.tables import FrequencyPredictor
+from ecospec.predictor.kinds.counting import ExpertShares, TableFootprints
+from ecospec.predictor.kinds.frequency.table import FrequencyTable
 from tests.recording import PROMPTS, SOURCES, WIDTH, E, HashedOracle, K, L, Shrinking, live, recorded, session
 
 PROCESSORS = (("repetition_penalty", 1.3), ("no_repeat_ngram_size", 3), ("min_new_tokens", 4), ("top_k", 40))
@@ -81,7 +82,7 @@ def test_the_last_step_is_the_root_before_and_nothing_at_a_texts_first_position(
     trees = recorded(True, True)
     engine = Replay(trees)
     (pools,) = engine.pools
-    found = pools.footprints("last_step", {}, E)
+    found = pools.footprints("last_step", engine.sources, E)
     for span in trees.spans.values():
         assert not found[span.start].any()
         for number in span[1:]:
@@ -227,8 +228,8 @@ def test_the_root_alone_and_the_oracle_are_bounds():
 
 def test_a_table_of_even_experts_chooses_as_confidence_does():
     """Every node's footprint is the root's, so none is new: marginal falls back on the probabilities."""
-    table = FrequencyPredictor(np.full((L, E), 1 / E), K)
-    engine = Replay(recorded(True, False), {"frequency": table})
+    table = FrequencyTable(ExpertShares(np.full((L, E), 1 / E), K))
+    engine = Replay(recorded(True, False), {"frequency": TableFootprints(table)})
     for gamma in (2, 4):
         for policy in ("marginal", "global"):
             ours, eagles = (

@@ -15,11 +15,12 @@ import torch
 from safetensors.torch import load_file
 
 from ecospec.errors import DamageError, InputError
-from ecospec.predictor.evaluation.evaluate import evaluate
-from ecospec.predictor.kinds.base import embedding_hash
+from ecospec.predictor.evaluation.evaluate import measure_model
+from ecospec.predictor.kinds.draft_mlp.head_inputs import HEAD_INPUTS
+from ecospec.predictor.kinds.draft_mlp.model import DraftMLP, DraftMLPConfig
 from ecospec.predictor.kinds.loading import load_predictor
 from ecospec.predictor.kinds.predictor.model import ExpertPredictor
-from ecospec.predictor.kinds.rungs import DraftMLP, DraftMLPConfig
+from ecospec.predictor.kinds.routing import embedding_hash
 from ecospec.predictor.training import module as training
 from ecospec.predictor.training.checkpoints import Checkpoints, finish, start_afresh, training_folder
 from ecospec.predictor.training.fit import fit
@@ -69,11 +70,12 @@ def draft_mlp(table_VD: torch.Tensor, **made_for: str) -> DraftMLP:
     return DraftMLP(DraftMLPConfig(**fields, **sizes, **made_for)).attach_embedding(table_VD)
 
 
-def fed_traces(seed: int) -> MemoryTraces:
-    """Learnable samples with what a draft head of width F is fed at each of its depths, here noise."""
+def head_input_traces(seed: int) -> MemoryTraces:
+    """Learnable samples with the hidden input of a draft head of width F at each of its depths, here noise."""
     traces, generator = learnable_traces(seed), torch.Generator().manual_seed(seed)
     for item in traces:
-        item.fed = torch.randn(STEPS + 1, len(item.input_ids), F, generator=generator).bfloat16()
+        noise_ATF = torch.randn(STEPS + 1, len(item.input_ids), F, generator=generator).bfloat16()
+        item.columns = {HEAD_INPUTS: noise_ATF.transpose(0, 1)}
     return traces
 
 
@@ -104,14 +106,14 @@ def test_a_run_cut_off_anywhere_goes_on_with_the_same_losses_and_weights(cut, ch
 def test_a_draft_mlp_cut_off_draws_the_depths_that_it_would_have(cut, losses, tmp_path, monkeypatch):
     table, common = {"embedding_sha256": embedding_hash(TABLE)}, {"max_steps": 16, "validate_every": 4}
     whole = draft_mlp(TABLE, **table)
-    fit(whole, fed_traces(0), options(output=str(tmp_path / "whole"), **common))
+    fit(whole, head_input_traces(0), options(output=str(tmp_path / "whole"), **common))
     expected, config = {n: seen[0] for n, seen in losses.items()}, options(output=str(tmp_path / "cut"), **common)
     losses.clear()
     cut_at(cut, monkeypatch, Cut())
     with pytest.raises(Cut):
-        fit(draft_mlp(TABLE, **table), fed_traces(0), config)
+        fit(draft_mlp(TABLE, **table), head_input_traces(0), config)
     resumed = draft_mlp(TABLE, **table)
-    fit(resumed, fed_traces(0), config)
+    fit(resumed, head_input_traces(0), config)
     assert losses.keys() == expected.keys() and len(losses[0]) == 1
     assert all(set(seen) == {expected[n]} for n, seen in losses.items())
     assert torch.equal(weights(resumed), weights(whole))
@@ -163,7 +165,7 @@ def test_best_is_the_best_and_what_was_measured_can_be_measured_again(tmp_path):
     for name, folder in kept.items():
         files = {"config.json", "model.safetensors", "metrics.json", "provenance.json"}
         assert {path.name for path in folder.iterdir()} == files
-        again = evaluate(load_predictor(folder).attach_embedding(TABLE), traces)["overlap"]
+        again = measure_model(load_predictor(folder).attach_embedding(TABLE), traces).overlap
         recorded = json.loads((folder / "metrics.json").read_text())
         assert again == pytest.approx(recorded["overlap"], abs=1e-9)
         assert name == "best" or again >= float(name.split("-")[1])
@@ -250,7 +252,7 @@ def test_another_run_is_not_resumed(change, named, tmp_path, monkeypatch):
 
 def test_a_model_made_for_something_else_is_not_resumed(tmp_path, monkeypatch):
     """The same keys, though the draft head, the target's table or its configuration at those places is another."""
-    traces, config = fed_traces(0), options(output=str(tmp_path / "out"), max_steps=20, validate_every=4)
+    traces, config = head_input_traces(0), options(output=str(tmp_path / "out"), max_steps=20, validate_every=4)
     made = {"drafter_fingerprint": "first", "target_config_sha256": "first", "embedding_sha256": embedding_hash(TABLE)}
     cut_at(10, monkeypatch, Cut())
     with pytest.raises(Cut):

@@ -5,11 +5,11 @@ import torch
 
 from ecospec.inference.decoding.generation import generate_with
 from ecospec.inference.decoding.method import Method
-from ecospec.inference.footprints.sources import PredictorFootprints
 from ecospec.inference.replay.stepping import Combination, Replay
 from ecospec.inference.selection.base import Selector
 from ecospec.inference.selection.config import selector
 from ecospec.inference.tree import tree_from_levels
+from ecospec.predictor.kinds.predictor.source import PredictorFootprints
 from tests.recording import PROMPTS, SOURCES, WithHidden, draws, ids_of, recorded, session
 from tests.stand_ins import GREEDY, SAMPLED, NoisyOracle, tiny_predictor
 from tests.tiny import VOCABULARY, tiny_model

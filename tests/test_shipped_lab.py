@@ -14,16 +14,15 @@ from ecospec.data.lab import shipped
 from ecospec.data.lab.recipe.card import shipped_weights
 from ecospec.data.prompts import known_datasets, read_prompts
 from ecospec.errors import InputError
-from ecospec.inference.assemble import MethodPlan, Workshop, plan_methods
-from ecospec.inference.config import DecodeConfig, DrafterConfig, MethodConfig
+from ecospec.inference.assemble import MethodPlan, PartsLoader, plan_methods
+from ecospec.inference.config import DrafterConfig, EvalConfig, MethodConfig, SelectionConfig
 from ecospec.inference.decoding.generation import generate_with
 from ecospec.inference.evaluation.evaluate import evaluate, sampling_options
 from ecospec.inference.replay.command import TREES
 from ecospec.inference.replay.treefile import read_trees
-from ecospec.inference.selection.config import SelectionConfig
-from ecospec.predictor.config import TrainConfig
+from ecospec.predictor.config import EvaluateConfig
 from ecospec.predictor.evaluation.evaluate import evaluate_predictor
-from ecospec.predictor.kinds.loading import KINDS
+from ecospec.predictor.kinds import trained_kinds
 from ecospec.predictor.training.task import open_target_traces
 from ecospec.seeds import sample_seed
 from ecospec.tracing.cli import main
@@ -81,11 +80,11 @@ def test_forty_prompts_decode_to_the_ids_of_generate(target, prompts, stock, pol
     plan = MethodPlan(
         label=policy,
         baseline="none" if policy == "plain" else None,
-        drafter=DrafterConfig(),
+        drafter=DrafterConfig(path="lab"),
         selection=SelectionConfig(policy="marginal" if policy == "plain" else policy),
-        predictor=PredictorConfig(),
+        predictor=PredictorConfig(path="lab"),
     )
-    method = Workshop(target).method(plan)
+    method = PartsLoader(target).method(plan)
     assert len(prompts) == 40
     for prompt in prompts:
         assert decode_ours(target, method, prompt, temperature) == written[prompt.sample_id], prompt.sample_id
@@ -93,20 +92,20 @@ def test_forty_prompts_decode_to_the_ids_of_generate(target, prompts, stock, pol
 
 @pytest.mark.slow
 def test_in_bf16_every_first_difference_is_within_rounding_and_gone_in_fp32(target):
-    config = DecodeConfig(
+    config = EvalConfig(
         target=TargetConfig(name="lab", dtype="bfloat16"), datasets=[f"lab/{d}" for d in DOMAINS], samples=6
     )
     config = dataclasses.replace(
         config,
         methods=[MethodConfig("plain", drafter="none"), MethodConfig("EAGLE-3", selection="confidence")],
     )
-    half, plans, prompts = load_target(config.target), plan_methods(config), read_prompts(config)
+    half, plans, prompts = load_target(config.target), plan_methods(config, config.methods), read_prompts(config)
     outcomes, differences = evaluate(config, half, plans, prompts)
     plain = {o.prompts[0].sample_id: o.new_ids[0] for o in outcomes if o.plan.baseline == "none"}
     found = [difference for group in differences.values() for difference in group]
     assert found, "no text differs in bf16: this law was not tried"
     by_id = {prompt.sample_id: prompt for prompt in prompts}
-    method = Workshop(target).method(plans[1])
+    method = PartsLoader(target).method(plans[1])
     for difference in found:
         assert difference.within_rounding, difference
         prompt, written = encode(target, by_id[difference.sample_id]), plain[difference.sample_id]
@@ -130,9 +129,9 @@ def test_drafter_and_predictors_are_at_most_half_the_active_target(target):
     others = sum(p.numel() for name, p in target.model.named_parameters() if ".experts." not in name)
     embedding = target.model.get_input_embeddings().weight.numel()
     active = others - embedding + routed * target.shape.top_k / target.shape.num_experts
-    workshop = Workshop(target)
-    head = workshop.drafter(DrafterConfig()).head
-    for part in (head, *(workshop.trained(kind, shipped("lab", kind)) for kind in KINDS)):
+    parts = PartsLoader(target)
+    head = parts.drafter(DrafterConfig(path="lab")).head
+    for part in (head, *(parts.loaded(kind, "lab") for kind in trained_kinds())):
         assert sum(p.numel() for p in part.parameters()) <= active / 2
 
 
@@ -147,9 +146,9 @@ def test_prompts_are_enough_distinct_and_apart():
 
 
 def test_on_traces_it_was_not_trained_on_the_shipped_predictor_beats_the_token_table_by_ten_points():
-    metrics = evaluate_predictor(TrainConfig(traces=str(shipped("lab", "traces"))))
-    assert metrics["overlap"] >= 0.88
-    assert metrics["overlap"] >= metrics["ladder"]["token"]["overlap"] + 0.10
+    metrics = evaluate_predictor(EvaluateConfig(traces=str(shipped("lab", "traces"))))
+    assert metrics.numbers.overlap >= 0.88
+    assert metrics.numbers.overlap >= metrics.ladder["token"].overlap + 0.10
 
 
 def test_the_shipped_traces_are_sound_and_show_locality():
@@ -181,7 +180,8 @@ def test_lab_is_the_word_for_every_part_that_is_shipped(capsys, monkeypatch, tmp
     (tmp_path / "lab" / "traces").mkdir(parents=True)
     assert main(["check", "lab"]) == 0
     assert "sound; 160 samples" in capsys.readouterr().out
-    assert read_traces("lab").folder == open_target_traces(TrainConfig(traces="lab")).folder == shipped("lab", "traces")
+    assert read_traces("lab").folder == shipped("lab", "traces")
+    assert open_target_traces(EvaluateConfig(traces="lab")).folder == shipped("lab", "traces")
     assert resolve_target("lab") == str(shipped("lab", "target"))
     assert part_folder("lab", "drafter") == shipped("lab", "drafter")
     assert part_folder("lab/linear", "predictor") == shipped("lab", "linear")
@@ -198,7 +198,7 @@ def test_the_shipped_trees_are_the_train_prompts_of_the_shipped_target(target):
     assert trees.identity.counts == target.shape.counts
     assert {name.split("/")[1] for name in trees.spans} == {"train"}
     assert len(trees.spans) == 160 and all(trees.spans.values())
-    assert all(position.experts_pred_NLK is not None for position in trees.positions)
+    assert all("predictor" in position.predicted for position in trees.positions)
 
 
 def test_the_card_keeps_its_promises():

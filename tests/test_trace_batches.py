@@ -32,6 +32,7 @@ def items_of(lengths: list[int], num_experts: int = E) -> list[SimpleNamespace]:
             prompt_len=1,
             experts=np.sort(rng.random((T, L, num_experts)).argsort(-1)[..., :K], -1).astype(dtype),
             sample_id=f"made-up/{number}/0",
+            columns={},
         )
         for number, T in enumerate(lengths)
     ]
@@ -42,7 +43,7 @@ def random_lengths(seed: int, size: int = 200) -> list[int]:
 
 
 def in_process(monkeypatch: pytest.MonkeyPatch, rank: int, processes: int) -> None:
-    monkeypatch.setattr(module, "_place", lambda: (rank, processes))
+    monkeypatch.setattr(module, "rank_and_world", lambda: (rank, processes))
 
 
 @pytest.mark.parametrize("limits", LIMITS)

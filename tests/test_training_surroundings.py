@@ -11,10 +11,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from ecospec.configs.cli import parse
 from ecospec.errors import InputError
-from ecospec.predictor.config import TrainConfig
+from ecospec.predictor.config import TrainPredictorConfig
 from ecospec.predictor.training import trainer as trainers
 from ecospec.predictor.training.checkpoints import training_folder
-from ecospec.predictor.training.trainer import ShareBar, make_loggers, make_trainer
+from ecospec.predictor.training.trainer import TrainingBar, make_loggers, make_trainer
 from tests.learnable import learnable_traces, options, trained
 
 TARGETS = ("deepseek-v3.1", "qwen3-235b-a22b", "gpt-oss-120b")
@@ -46,14 +46,14 @@ def test_wandb_is_asked_for_by_name_and_used_where_it_is_installed(tmp_path, mon
 
 def test_the_bar_shows_the_share_that_is_done_with_loss_and_overlap(tmp_path, monkeypatch):
     shown: list[tuple[float, dict]] = []
-    update = ShareBar.on_train_batch_end
+    update = TrainingBar.on_train_batch_end
 
-    def watched(bar: ShareBar, *args: object) -> None:
+    def watched(bar: TrainingBar, *args: object) -> None:
         update(bar, *args)
         shown.append((bar.train_progress_bar.n, bar.train_progress_bar.postfix))
 
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(ShareBar, "on_train_batch_end", watched)
+    monkeypatch.setattr(TrainingBar, "on_train_batch_end", watched)
     trained(learnable_traces(0), options(output=str(tmp_path / "out"), max_steps=10, validate_every=5))
     assert [share for share, _ in shown] == pytest.approx([n / 10 for n in range(1, 11)])
     assert "overlap" in shown[-1][1] and "excess_loss" in shown[-1][1]
@@ -85,19 +85,19 @@ def test_deepspeed_is_refused_in_one_line_where_it_cannot_run(monkeypatch):
 )
 def test_impossible_keys_are_named(changes, named):
     with pytest.raises(InputError, match=named):
-        TrainConfig(**changes)
+        TrainPredictorConfig(**changes)
 
 
 def test_a_step_has_as_many_samples_in_however_many_parts():
     for devices, num_nodes, accumulate in ((1, 1, 1), (2, 1, 4), (2, 2, 2)):
-        config = TrainConfig(batch_size=16, devices=devices, num_nodes=num_nodes, accumulate=accumulate)
+        config = TrainPredictorConfig(batch_size=16, devices=devices, num_nodes=num_nodes, accumulate=accumulate)
         assert config.samples_per_batch * devices * num_nodes * accumulate == 16
-    assert TrainConfig().samples_per_batch is None
+    assert TrainPredictorConfig().samples_per_batch is None
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_real_targets_are_trained_as_in_the_paper(name):
-    config, _ = parse("ecospec-train predictor", TrainConfig, ["--config", f"{name}/predictor"])
+    config, _ = parse("ecospec-train predictor", TrainPredictorConfig, ["--config", f"{name}/predictor"])
     assert (config.batch_size, config.max_epochs, config.learning_rate, config.weight_decay) == (16, 100, 1e-5, 0.0)
     assert config.checkpoint_overlaps == [0.5, 0.6]
     assert config.strategy == ("deepspeed_stage_2" if name == "deepseek-v3.1" else "auto")

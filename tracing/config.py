@@ -1,10 +1,10 @@
 """Keys of `ecospec-trace`. Imports nothing heavy: `--help` must answer within a second."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 from urllib.parse import urlsplit
 
-from ecospec.configs.schema import PromptConfig, TargetConfig
+from ecospec.configs.schema import OutputConfig, PromptConfig, TargetConfig
 from ecospec.errors import InputError
 
 LOADING = ("expert_mib", "device_map", "tp_size", "ep_size", "dequantize")  # keys of `target` for Transformers alone
@@ -31,33 +31,33 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Raises InputError for a value out of range, and for addresses where they are missing or not wanted."""
+        vllm = self.kind == "vllm"
         rules = {
             "in_flight": (self.in_flight >= 1, "must be at least 1"),
             "retries": (self.retries >= 0, "must not be negative"),
             "timeout": (self.timeout > 0, "must be above 0"),
+            "url": (bool(self.url) == vllm, "and --engine vllm go together; give http://host:8000, several by commas"),
+            "launch": (vllm or not self.launch, "is for --engine vllm; leave it out"),
+            "retrace": (vllm or not self.retrace, "is for --engine vllm; leave it out"),
         }
         require("engine.", self, rules)
-        if bool(self.url) != (self.kind == "vllm"):
-            raise InputError("--engine vllm and --engine.url http://host:8000 (or several, by commas) go together")
         for url in self.url:
             if not _is_address(url):
-                raise InputError(f"--engine.url {url}: give it as http://host:8000")
-        if self.kind == "transformers" and (self.launch or self.retrace):
-            raise InputError("--engine.launch and --engine.retrace are for --engine vllm; leave them out")
+                raise InputError("give it as http://host:8000", key="engine.url", value=url)
 
 
 @dataclass
-class TraceConfig(PromptConfig):
+class RunConfig(PromptConfig):
     """Record which experts a MoE target uses for each token of its prompts and answers."""
+
+    INSTEAD: ClassVar = {"overwrite": "run goes on with what is there; to trace anew give another --output"}
 
     target: TargetConfig = field(default_factory=TargetConfig)
     """The model to trace."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     """What runs it."""
     output: str | None = None
-    """Folder to write to: the trace folder of `run` (which resumes what it finds there), the results of the others."""
-    compare: str | None = None
-    """Second trace folder of the same text (other engine or type): `stats` says how far the two agree."""
+    """The trace folder to write; what an earlier run of the same job left there is kept and completed."""
     max_new_tokens: int = 128
     """Tokens generated per prompt at most; 0 records the routing of the prompts alone."""
     temperature: float = 0.0
@@ -76,10 +76,6 @@ class TraceConfig(PromptConfig):
     """Seed of the sampling; a batch's draws depend on it and on the batch's samples alone."""
     threads: int | None = None
     """CPU threads; all cores by default."""
-    layout: Literal["tokens"] = "tokens"
-    """Form of `export`: `tokens` gives a row a token with a list column per MoE layer."""
-    overwrite: bool = False
-    """Let `export` and `stats` replace the files of a folder that is not empty."""
 
     def __post_init__(self) -> None:
         """Raises InputError for a value out of range."""
@@ -99,6 +95,27 @@ class TraceConfig(PromptConfig):
             require("target.", self.target, {name: _unset(self.target, name) for name in LOADING})
 
 
+@dataclass
+class CheckConfig:
+    """Verify a trace folder: columns, checksums, row counts, ids in range, no sample missing or twice."""
+
+
+@dataclass
+class StatsConfig(OutputConfig):
+    """Expert load, unions of consecutive tokens, and reuse, as JSON and HTML."""
+
+    compare: str | None = None
+    """Second trace folder of the same text (other engine or type): how far do the two agree?"""
+
+
+@dataclass
+class ExportConfig(OutputConfig):
+    """Rewrite a trace folder for people with SQL."""
+
+    layout: Literal["tokens"] = "tokens"
+    """`tokens` gives a row a token with a list column per MoE layer."""
+
+
 def _unset(target: TargetConfig, name: str) -> tuple[bool, str]:
     return not getattr(target, name), "says how to load weights, which the servers do; leave it out"
 
@@ -115,4 +132,4 @@ def require(prefix: str, config: object, rules: dict[str, tuple[bool, str]]) -> 
     """Raises InputError for the first key of `config` whose rule does not hold."""
     for key, (holds, rule) in rules.items():
         if not holds:
-            raise InputError(f"--{prefix}{key} {getattr(config, key)}: {rule}")
+            raise InputError(rule, key=prefix + key, value=getattr(config, key))

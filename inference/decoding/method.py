@@ -12,7 +12,7 @@ from torch import Tensor
 from ecospec.errors import InputError
 from ecospec.inference.decoding.statistics import StepClock
 from ecospec.inference.drafters.base import BatchDrafter, Drafter, EachRow
-from ecospec.inference.footprints.sources import FootprintSource, needs_hidden
+from ecospec.inference.footprints import FootprintSource, needs_hidden
 from ecospec.inference.selection.base import Selector
 from ecospec.inference.selection.config import selector
 from ecospec.inference.target.session import Pass

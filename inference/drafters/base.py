@@ -14,12 +14,8 @@ from torch import Tensor
 from transformers import Cache
 
 from ecospec.errors import InputError
+from ecospec.inference.drafters.kind import no_hidden
 from ecospec.inference.tree import DraftTree, DraftTrees, stack
-
-NO_HIDDEN = (
-    "--selection.footprints draft_mlp: reads what the target feeds a draft head, and this drafter is fed nothing; "
-    "draft with eagle3 or mtp, or take other footprints"
-)
 
 
 class Drafter(Protocol):
@@ -62,7 +58,7 @@ class BatchDrafter(ABC):
 
     def give_hidden(self) -> None:
         """From now on trees have `hidden_BNH`. Raises InputError for a drafter without hidden input."""
-        raise InputError(NO_HIDDEN)
+        raise no_hidden()
 
 
 class EachRow(BatchDrafter):

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ecospec.errors import InputError
-from ecospec.inference.drafters.base import NO_HIDDEN, BatchDrafter, DraftHead
+from ecospec.inference.drafters.base import BatchDrafter, DraftHead
+from ecospec.inference.drafters.kind import no_hidden
 from ecospec.inference.target.cache import RowCache
 from ecospec.inference.target.masks import seen_past
 from ecospec.inference.tree import DraftTrees, trees_from_levels
@@ -43,7 +43,7 @@ class TreeDrafter(BatchDrafter):
     def give_hidden(self) -> None:
         """See `BatchDrafter`."""
         if not self.feature_layers:
-            raise InputError(NO_HIDDEN)
+            raise no_hidden()
         self._gives_hidden = True
 
     @torch.inference_mode()
@@ -55,7 +55,8 @@ class TreeDrafter(BatchDrafter):
         trees = trees_from_levels(torch.stack([ids_T[-1] for ids_T in texts]), levels)
         if not self._gives_hidden:
             return trees
-        children = torch.cat(fed, dim=1).repeat_interleave(self.topk, dim=1)
+        H = root_B1H.shape[-1]  # what drafts are fed may be wider: of several MTP layers, their own level's is first
+        children = torch.cat([hidden[..., :H] for hidden in fed], dim=1).repeat_interleave(self.topk, dim=1)
         return replace(trees, hidden_BNH=torch.cat([root_B1H, children], dim=1))
 
     def _extend(self, texts: list[Tensor], features: list[Tensor] | None) -> tuple[Tensor | None, Tensor]:

@@ -48,12 +48,14 @@ class TreeShape:
 class DrafterKind:
     """Is inspected (`ecospec-decode check`), loaded, and turned into drafters for the loop.
 
-    `reads`: the keys of `drafter`, of `OWN_KEYS`, that it reads. `ships_with_lab`: the lab has one, which is taken where
-    the lab is the target and no path is given. `order`: its place in lists, the smallest first; the first is the default.
+    `reads`: the keys of `drafter`, of `OWN_KEYS`, that it reads. `ships_with_lab`: the lab has one, which is taken
+    where the lab is the target and no path is given. `has_hidden`: the target feeds its head hidden states, which
+    footprints may read too. `order`: its place in lists, the smallest first; the first is the default.
     """
 
     reads: ClassVar[frozenset[str]] = frozenset()
     ships_with_lab: ClassVar[bool] = False
+    has_hidden: ClassVar[bool] = False
     order: ClassVar[int] = 100
 
     @property
@@ -62,7 +64,7 @@ class DrafterKind:
         return type(self).__module__.split(".")[-2]
 
     def complete(self, config: "DrafterConfig", target: str) -> "DrafterConfig":
-        """`config` with this kind's defaults for the target of that name. Raises InputError for keys it does not read."""
+        """`config` with the defaults for the target of that name. Raises InputError for keys it does not read."""
         for key in OWN_KEYS:
             if key not in self.reads and getattr(config, key) is not None:
                 raise InputError(f"--drafter.{key} {getattr(config, key)}: {self.name} does not read it; leave it out")
@@ -107,6 +109,15 @@ def drafter_kind(name: str) -> DrafterKind:
         if kind.name == name:
             return kind
     raise InputError(f"--drafter.kind {name}: is none of {', '.join(kind.name for kind in drafter_kinds())}")
+
+
+def no_hidden() -> InputError:
+    """The error of footprints that read a draft head's hidden input, beside a drafter without one."""
+    able = " or ".join(kind.name for kind in drafter_kinds() if kind.has_hidden)
+    return InputError(
+        "--selection.footprints: these read what the target feeds a draft head, and this drafter is fed nothing; "
+        f"draft with {able}, or take other footprints"
+    )
 
 
 if TYPE_CHECKING:

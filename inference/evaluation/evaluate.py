@@ -17,8 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.streamers import BaseStreamer
 
 from ecospec.data.prompts import Prompt
-from ecospec.inference.assemble import MethodPlan, Workshop
-from ecospec.inference.config import DecodeConfig
+from ecospec.inference.assemble import MethodPlan, PartsLoader
+from ecospec.inference.config import EvalConfig
 from ecospec.inference.decoding.generation import generate_with
 from ecospec.inference.decoding.method import Method
 from ecospec.inference.decoding.statistics import Run, Step
@@ -55,12 +55,12 @@ class Outcome:
 
 
 def evaluate(
-    config: DecodeConfig, target: Target, plans: list[MethodPlan], prompts: list[Prompt]
+    config: EvalConfig, target: Target, plans: list[MethodPlan], prompts: list[Prompt]
 ) -> tuple[list[Outcome], dict[tuple, list[Difference]]]:
     """All outcomes in the order decoded, and by `Outcome.group` the first difference of each text that is not plain
     decoding's. Raises InputError when a part does not fit."""
-    workshop = Workshop(target, config.traces)
-    methods = {plan.label: None if plan.baseline == "hf_greedy" else workshop.method(plan) for plan in plans}
+    parts = PartsLoader(target, config.traces)
+    methods = {plan.label: None if plan.baseline == "hf_greedy" else parts.method(plan) for plan in plans}
     jobs = [
         (size, temperature, batch)
         for size in config.batch_size
@@ -134,7 +134,7 @@ def sampling_options(temperature: float) -> dict:
 class _Decoder:
     """Decodes one batch with one method, each text seeded by its prompt."""
 
-    def __init__(self, config: DecodeConfig, target: Target, methods: dict[str, Method | None]) -> None:
+    def __init__(self, config: EvalConfig, target: Target, methods: dict[str, Method | None]) -> None:
         self.config = config
         self.target = target
         self.methods = methods

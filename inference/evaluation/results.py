@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import torch
 
 from ecospec.files import replace_file
-from ecospec.inference.assemble import TRAINED, MethodPlan
-from ecospec.inference.config import DecodeConfig
+from ecospec.inference.assemble import MethodPlan
+from ecospec.inference.config import EvalConfig
 from ecospec.inference.decoding.statistics import PHASES, Step
 from ecospec.inference.evaluation.evaluate import Outcome
 from ecospec.inference.evaluation.lossless import Difference
@@ -24,7 +24,7 @@ _TIMES = (*(f"t_{phase}" for phase in PHASES), "t_other", "t_step")
 
 
 def summarise(
-    config: DecodeConfig,
+    config: EvalConfig,
     target: Target,
     plans: list[MethodPlan],
     outcomes: list[Outcome],
@@ -83,19 +83,18 @@ def _step_rows(outcome: Outcome) -> Iterator[dict]:
             } | shared
 
 
-def _identity(config: DecodeConfig, target: Target, plan: MethodPlan) -> dict:
+def _identity(config: EvalConfig, target: Target, plan: MethodPlan) -> dict:
     """What was run: the keys that do not depend on a measurement."""
-    speculative = plan.baseline is None
-    selection = plan.selection if speculative else None
+    chosen = dict.fromkeys(("selection", "gamma", "epsilon")) if plan.baseline else plan.selection.build().describe()
     return {
         "label": plan.label,
         "drafter": plan.baseline or plan.drafter.kind,
-        "selection": selection and selection.policy,
+        "selection": chosen["selection"],
         "footprints": plan.footprints,
-        "predictor": folder_name(plan.predictor.path) if plan.footprints in TRAINED else None,
-        "gamma": selection and selection.gamma,
-        "epsilon": selection.epsilon if plan.needs_footprints else None,
-        "tree": {"steps": plan.drafter.steps, "topk": plan.drafter.topk} if speculative else None,
+        "predictor": folder_name(plan.predictor.path) if plan.kind and plan.kind.trained else None,
+        "gamma": chosen["gamma"],
+        "epsilon": chosen.get("epsilon"),
+        "tree": plan.tree,
         "dtype": str(target.model.dtype).removeprefix("torch."),
         "expert_mib": config.target.expert_mib,
         "threads": torch.get_num_threads(),

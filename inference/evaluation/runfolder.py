@@ -1,36 +1,35 @@
 """The shell of `ecospec-decode eval`: load, compare, and write a run folder."""
 
-import dataclasses
 from pathlib import Path
 
 import torch
 
 from ecospec.data.prompts import Prompt, read_prompts
 from ecospec.data.traces import read_traces
-from ecospec.errors import InputError
-from ecospec.files import provenance, read_json, replace_folder, write_json
-from ecospec.inference.assemble import COUNTED, TRAINED, MethodPlan, plan_methods
-from ecospec.inference.config import DecodeConfig
+from ecospec.errors import InputError, first_few
+from ecospec.files import read_json, replace_folder, write_json
+from ecospec.inference.assemble import MethodPlan, plan_methods
+from ecospec.inference.config import DecodingConfig, EvalConfig
 from ecospec.inference.evaluation.evaluate import Outcome, evaluate
 from ecospec.inference.evaluation.results import folder_name, summarise, write_steps
 from ecospec.inference.evaluation.turns import require_room
 from ecospec.inference.preflight import preflight
 from ecospec.inference.report.document import read_runs, write_report
 from ecospec.inference.report.tables import markdown_table
+from ecospec.provenance import Provenance
 from ecospec.tracing.target.loading import load_target, load_target_config, load_tokenizer
-from ecospec.tracing.target.names import part_folder
 
 
-def run_eval(config: DecodeConfig, output: Path) -> str:
+def run_eval(config: EvalConfig, output: Path) -> str:
     """Compare the methods of `config`, write the run folder `output`, and return its table as Markdown.
 
     Raises InputError for input that does not fit, before the target's weights load where that can be known.
     """
-    plans = plan_methods(config)
+    plans = plan_methods(config, config.methods)
     if not any(plan.baseline == "none" for plan in plans):
         raise InputError("methods: one must be plain (drafter: none); speed and losslessness are measured against it")
     prompts = prompts_in_context(config)
-    preflight(config)
+    preflight(config, plans, config.batch_size)
     shown = _Shown(config, plans)
     target = load_target(config.target)
     outcomes, differences = evaluate(config, target, plans, prompts)
@@ -40,7 +39,7 @@ def run_eval(config: DecodeConfig, output: Path) -> str:
     return markdown_table(read_runs([output]))
 
 
-def prompts_in_context(config: DecodeConfig) -> list[Prompt]:
+def prompts_in_context(config: DecodingConfig) -> list[Prompt]:
     """The prompts. Raises InputError naming the first that does not fit the target's context with its new tokens."""
     prompts, model_config = read_prompts(config), load_target_config(config.target)
     tokenizer = load_tokenizer(config.target, model_config.get_text_config().vocab_size)
@@ -54,16 +53,18 @@ class _Shown:
     `metrics`: those of each trained model, by (footprints, name of its folder).
     """
 
-    def __init__(self, config: DecodeConfig, plans: list[MethodPlan]) -> None:
-        trained = sorted((p for p in plans if p.footprints in TRAINED), key=lambda plan: plan.predictor.path or "")
+    def __init__(self, config: EvalConfig, plans: list[MethodPlan]) -> None:
+        trained = sorted((p for p in plans if p.kind and p.kind.trained), key=lambda plan: plan.predictor.path or "")
         folders = {plan.trained_folder for plan in trained}
         named = {(plan.footprints, folder_name(plan.predictor.path)): plan.trained_folder for plan in trained}
         if len(named) < len(folders):
-            raise InputError(f"--predictor.path: the folders {sorted(map(str, folders))} need different names")
+            shown = first_few(sorted(map(str, folders)))
+            raise InputError(f"--predictor.path: the folders {shown} need different names")
         self.metrics = {key: read_json(folder / "metrics.json") for key, folder in named.items()}
-        folders |= {part_folder(p.drafter.path, "drafter") for p in plans if _has_head(p)}
+        heads = [plan.drafter_kind.learnt_from(plan.drafter) for plan in plans if plan.baseline is None]
+        folders |= {head for head in heads if head is not None}
         self.seen = {name for folder in folders for name in _trained_on(folder)}
-        if any(plan.footprints in COUNTED for plan in plans) and config.traces:
+        if any(plan.kind and plan.kind.counted for plan in plans) and config.traces:
             self.seen |= {source.dataset for source in read_traces(config.traces).manifest.prompts}
 
     @property
@@ -81,21 +82,16 @@ class _Shown:
         return run | {"overlap": self.metrics[key]["overlap"] if run["predictor"] else None}
 
 
-def _has_head(plan: MethodPlan) -> bool:
-    return plan.baseline is None and plan.drafter.kind == "eagle3"
-
-
 def _trained_on(folder: Path) -> list[str]:
     """Data sets that a drafter or predictor of ours was trained on; published heads do not say."""
     path = folder / "provenance.json"
     return read_json(path).get("datasets", []) if path.is_file() else []
 
 
-def _write(folder: Path, name: str, config: DecodeConfig, results: dict, outcomes: list[Outcome]) -> None:
+def _write(folder: Path, name: str, config: EvalConfig, results: dict, outcomes: list[Outcome]) -> None:
     write_json(folder / "results.json", results)
     write_steps(folder / "steps.parquet", outcomes)
-    machine = {"threads": torch.get_num_threads(), "caches": _caches()}
-    write_json(folder / "provenance.json", provenance() | machine | {"config": dataclasses.asdict(config)})
+    Provenance.of(config, threads=torch.get_num_threads(), caches=_caches()).write(folder)
     write_report([folder], folder, name)
 
 

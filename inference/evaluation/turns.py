@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ecospec.data.prompts import Prompt, after, answered
-from ecospec.inference.config import DecodeConfig
+from ecospec.inference.config import DecodingConfig
 from ecospec.tracing.target.loading import Target, context_of
 from ecospec.tracing.target.requests import answer_text, encode, require_context
 
@@ -16,7 +16,7 @@ from ecospec.tracing.target.requests import answer_text, encode, require_context
 class Turns:
     """The answers so far to `target`'s prompts; they complete the turns that follow them."""
 
-    def __init__(self, config: DecodeConfig, target: Target) -> None:
+    def __init__(self, config: DecodingConfig, target: Target) -> None:
         self.config = config
         self.target = target
         self._said: dict[str, tuple[str, ...]] = {}
@@ -37,7 +37,10 @@ class Turns:
 
 
 def require_room(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, model_config: PreTrainedConfig, config: DecodeConfig
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    model_config: PreTrainedConfig,
+    config: DecodingConfig,
 ) -> None:
     """Raises InputError, naming the sample, when a prompt cannot fit the context: the answers before it are taken to be
     empty, and as many tokens as may be generated are set aside for each of them."""

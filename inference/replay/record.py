@@ -25,7 +25,7 @@ from ecospec.inference.decoding.method import Method
 from ecospec.inference.decoding.picking import Picker, Row, Walk
 from ecospec.inference.decoding.statistics import StepClock
 from ecospec.inference.drafters.base import BatchDrafter, Drafter
-from ecospec.inference.footprints.sources import FootprintSource, needs_hidden
+from ecospec.inference.footprints import FootprintSource, needs_hidden
 from ecospec.inference.replay.treefile import PREDICTED, TARGET, Position
 from ecospec.inference.selection.base import WholePool
 from ecospec.inference.target.support import check_context, check_tree_support
@@ -89,8 +89,8 @@ class TreeRecorder:
                 depth = int(tree.depth_N.max())
                 raise InputError(f"drafter: its tree is {depth} levels deep where {self.depth} was said")
             known = {"prompt_id": prompt_id, "position": place, "root": int(text.ids_T[place])}
-            found = {**_drafts(tree), **_truth(tree, step, text, place), **_predicted(self.sources.last, step)}
-            positions.append(Position(**known, **found))
+            found = {**_drafts(tree), **_truth(tree, step, text, place)}
+            positions.append(Position(**known, **found, predicted=_predicted(self.sources.last, step)))
 
         cache = DynamicCache(config=self.model.config.get_text_config())
         session = TransformersSession(self.model, cache, self.method.feature_layers)
@@ -227,7 +227,7 @@ def _truth(tree: DraftTree, step: Verified, text: _Text, place: int) -> dict[str
 def _predicted(last: Mapping[str, Tensor], step: Verified) -> dict[str, np.ndarray]:
     """Expert ids [N, L, K] of the sources that a tree file keeps."""
     top_k = step.told.experts_BNLK.shape[-1]
-    return {f"{PREDICTED[name]}_NLK": _ids(name, found[0], top_k) for name, found in last.items() if name in PREDICTED}
+    return {name: _ids(name, found[0], top_k) for name, found in last.items() if name in PREDICTED}
 
 
 def _accepted(tree: DraftTree, going_on_T: Tensor) -> np.ndarray:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from ecospec.inference.replay.modelled_speed import modelled_speedups
-from ecospec.inference.replay.stepping import Combination, Replay, Steps, Tables
+from ecospec.inference.replay.stepping import Combination, Replay, Sources, Steps
 from ecospec.inference.replay.treefile import TARGET, Identity, TreeSet
 from ecospec.inference.selection.greedy import EPSILON
 from ecospec.progress import progress
@@ -27,12 +27,12 @@ _NOT_MEASURED = (
 )
 
 
-def replay(trees: TreeSet, combinations: Sequence[Combination], tables: Tables | None = None) -> list[dict]:
+def replay(trees: TreeSet, combinations: Sequence[Combination], sources: Sources | None = None) -> list[dict]:
     """A run for each data set and combination, in that order, and last for all data sets together.
 
     Raises InputError for a footprint source that is not there.
     """
-    engine, identity = Replay(trees, tables), trees.identity
+    engine, identity = Replay(trees, sources), trees.identity
     needed = list(dict.fromkeys(one for c in combinations for one in (c, _eagles(c), _oracles(c)) if one))
     steps = {one: engine.steps(one) for one in progress(needed, "selections replayed")}
     runs = []
@@ -77,7 +77,7 @@ def _identity(identity: Identity, combination: Combination) -> dict:
         "temperature": identity.temperature,
         "gamma": combination.gamma,
         "epsilon": combination.epsilon if needs else None,
-        "tree": {"steps": identity.steps, "topk": identity.topk},
+        "tree": identity.tree,
         "batch_size": 1,
         "num_experts": identity.num_experts,
         "top_k": identity.top_k,

@@ -17,17 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ecospec.data.traces import Traces
 from ecospec.errors import InputError
-from ecospec.inference.footprints.sources import as_footprints, same_for_all
+from ecospec.inference.footprints import FootprintSource, as_footprints
 from ecospec.inference.replay.treefile import PREDICTED, Position, TreeSet
 from ecospec.inference.selection.base import Selector, require_footprints
 from ecospec.inference.selection.config import selector
 from ecospec.inference.selection.greedy import EPSILON
 from ecospec.inference.tree import DraftTrees
-from ecospec.predictor.kinds.tables import FrequencyPredictor, TokenPredictor
+from ecospec.predictor.kinds import all_kinds
 
 BATCH_BYTES = 2**21  # of one batch's footprints, to stay in a cache
-Tables = Mapping[str, FrequencyPredictor | TokenPredictor]
+Sources = Mapping[str, FootprintSource]
 
 
 @dataclass(frozen=True)
@@ -81,19 +82,24 @@ class Pools:
     ids: dict[str, Tensor]
     before_BLK: Tensor
 
-    def footprints(self, source: str, tables: Tables, num_experts: int) -> Tensor:
-        """bool [B, N, L, E]. Raises InputError for a source that the file lacks and no table gives."""
-        if source in self.ids:
-            return as_footprints(self.ids[source].long(), num_experts)
-        tokens_BN = self.trees.tokens_BN
-        if source == "last_step":
-            return same_for_all(self.before_BLK.long(), tokens_BN.shape[1], num_experts)
-        if source not in tables:
-            remedy = "the trees were recorded without it" if source in PREDICTED else "no such table"
-            raise InputError(f"--footprints {source}: {remedy}")
-        tokens, place_X = np.unique(tokens_BN.numpy(), return_inverse=True)
-        experts_XLK = torch.from_numpy(tables[source].predict(tokens)).long()
-        return as_footprints(experts_XLK, num_experts)[torch.from_numpy(place_X.reshape(tokens_BN.shape))]
+    def footprints(self, name: str, sources: Sources, num_experts: int) -> Tensor:
+        """bool [B, N, L, E]. Raises InputError for a source that the file lacks and that is not in `sources`."""
+        if name in self.ids:
+            return as_footprints(self.ids[name].long(), num_experts)
+        if name not in sources:
+            remedy = "the trees were recorded without it" if name in PREDICTED else "no such table"
+            raise InputError(f"--footprints {name}: {remedy}")
+        routed = list(self.before_BLK[:, None].long())
+        return sources[name].footprints(list(self.trees.tokens_BN[:, :1]), self.trees, routed)
+
+
+def replay_sources(trees: TreeSet, traces: Traces | None = None) -> dict[str, FootprintSource]:
+    """The sources that need no record, by name; those that are counted from traces only where these are given."""
+    highest = [max([position.root, *position.tokens_M]) for position in trees.positions]
+    highest += [] if traces is None else [item.input_ids.max() for item in traces]
+    vocab_size = 1 + int(max(highest, default=0))
+    found = {k.name: k.replay_source(traces, trees.identity.num_experts, vocab_size) for k in all_kinds()}
+    return {name: source for name, source in found.items() if source is not None}
 
 
 def combinations(
@@ -111,11 +117,11 @@ def combinations(
 
 
 class Replay:
-    """Replays the positions of `trees`; `tables` are footprint sources by name beside those that the trees give."""
+    """Replays the positions of `trees`; `sources`: footprint sources by name beside those that need trees alone."""
 
-    def __init__(self, trees: TreeSet, tables: Tables | None = None) -> None:
+    def __init__(self, trees: TreeSet, sources: Sources | None = None) -> None:
         self.trees = trees
-        self.tables = tables or {}
+        self.sources = replay_sources(trees) | (sources or {})
         self._before = _experts_before(trees)
         self.pools = list(_pools(trees, self._before))
 
@@ -160,7 +166,7 @@ class Replay:
     def _footprints(self, pools: Pools, combination: Combination) -> Tensor | None:
         if not combination.needs_footprints:
             return None
-        return pools.footprints(combination.footprints, self.tables, self.trees.identity.num_experts)
+        return pools.footprints(combination.footprints, self.sources, self.trees.identity.num_experts)
 
     def _active(self, pools: Pools, chosen_BN: Tensor) -> Tensor:
         """Unique experts of the chosen nodes, int64 [B, L]."""

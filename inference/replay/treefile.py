@@ -8,7 +8,7 @@ Letters: N tree nodes (root first), M = N - 1 drafts, L MoE layers, E experts, K
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -19,13 +19,14 @@ import pyarrow.parquet as pq
 
 from ecospec.errors import DamageError, InputError
 from ecospec.files import replace_file
+from ecospec.predictor.kinds import all_kinds
 from ecospec.tracing.store.layout import decode_experts, encode_experts, id_dtype
 
 SCHEMA_VERSION = 1
 METADATA_KEY = b"ecospec.trees"
 SECONDS_KEY = b"ecospec.seconds"
 TARGET = "target"  # in `seconds`: a pass of the target over the root alone
-PREDICTED = {"predictor": "experts_pred", "linear": "experts_linear", "draft_mlp": "experts_draft_mlp"}
+PREDICTED = {kind.name: kind.column for kind in all_kinds() if kind.column}  # recorded sources → their columns
 ROWS_TOGETHER = 256  # of a row group
 DRAFTS = pa.schema(
     [
@@ -48,15 +49,15 @@ COLUMNS = pa.schema(
         *((column, pa.binary()) for column in PREDICTED.values()),
     ]
 )
-LATER = ("experts_linear", "experts_draft_mlp")  # older files lack them
 
 
 @dataclass(frozen=True)
 class Identity:
     """What holds for a whole tree file. `datasets`: each recorded prompt's data set, by prompt id.
 
-    `predictor` is the folder of the predictor, `rungs` those of the other recorded sources, by name. A prompt whose
-    text ended with its first token has no rows, yet stands in `datasets`.
+    `tree`: the shape of the pools in the drafter's words. `predictor` is the folder of the predictor, `rungs` those of
+    the other recorded sources, by name. A prompt whose text ended with its first token has no rows, yet stands in
+    `datasets`.
     """
 
     target: str
@@ -68,8 +69,7 @@ class Identity:
     num_layers: int
     num_experts: int
     top_k: int
-    steps: int
-    topk: int
+    tree: dict[str, int]
     datasets: dict[str, str] = field(default_factory=dict)
     rungs: dict[str, str] = field(default_factory=dict)
 
@@ -89,7 +89,7 @@ class Position:
 
     `prob_M` float32: draft probability given the parent; `rank_M`: place among siblings, from 0; `accepted_M`: the
     target's own text goes on with the draft's whole path; `target_prob_M`: the target's probability of the draft given
-    its parent. What the sources of `PREDICTED` said is None where they were not asked.
+    its parent; `predicted`: expert ids [N, L, K] by the name of the recorded source.
     """
 
     prompt_id: str
@@ -103,15 +103,7 @@ class Position:
     accepted_M: np.ndarray
     target_prob_M: np.ndarray
     experts_true_NLK: np.ndarray
-    experts_pred_NLK: np.ndarray | None = None
-    experts_linear_NLK: np.ndarray | None = None
-    experts_draft_mlp_NLK: np.ndarray | None = None
-
-    @property
-    def predicted(self) -> dict[str, np.ndarray]:
-        """Expert ids [N, L, K] by source."""
-        found = {source: getattr(self, f"{column}_NLK") for source, column in PREDICTED.items()}
-        return {source: ids_NLK for source, ids_NLK in found.items() if ids_NLK is not None}
+    predicted: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def width(self) -> int:
@@ -194,20 +186,21 @@ def _reading(path: Path) -> Iterator[None]:
 
 def _read_identity(path: Path, schema: pa.Schema) -> Identity:
     text = (schema.metadata or {}).get(METADATA_KEY)
-    absent = set(LATER) - set(schema.names)
+    recorded = set(PREDICTED.values()) & set(schema.names)  # a file lacks those of kinds that it is older than
+    absent = set(PREDICTED.values()) - recorded
     wrong = [column.name for column in COLUMNS if column.name not in absent and column not in list(schema)]
-    if text is None or wrong:
+    if text is None or wrong or not recorded:
         raise InputError(f"--trees {path}: is no tree file; ecospec-decode record writes them")
     known = {"rungs": {}} | json.loads(text)  # older files lack them
+    known.setdefault("tree", {key: known[key] for key in ("steps", "topk") if key in known})  # as they say it
     if known.get("schema") != SCHEMA_VERSION:
         raise InputError(f"--trees {path}: has tree schema {known.get('schema')}, this version reads {SCHEMA_VERSION}")
     return Identity(**{part.name: known[part.name] for part in fields(Identity)})
 
 
 def _to_row(position: Position, num_experts: int) -> dict:
-    encoded = {
-        PREDICTED[source]: encode_experts(ids_NLK, num_experts) for source, ids_NLK in position.predicted.items()
-    }
+    predicted = position.predicted.items()
+    encoded = {PREDICTED[source]: encode_experts(ids_NLK, num_experts) for source, ids_NLK in predicted}
     return {
         "prompt_id": position.prompt_id,
         "position": position.position,
@@ -220,17 +213,19 @@ def _to_row(position: Position, num_experts: int) -> dict:
 
 def _positions(batch: pa.RecordBatch, identity: Identity) -> Iterator[Position]:
     lists = {name: _split(batch.column(name)) for name in DRAFTS.names}
-    experts = [name for name in batch.schema.names if name.startswith("experts_")]
-    heads = batch.select(["prompt_id", "position", "root", *experts]).to_pylist()
+    columns = {"experts_true": "experts_true"} | {
+        column: source for source, column in PREDICTED.items() if column in batch.schema.names
+    }
+    heads = batch.select(["prompt_id", "position", "root", *columns]).to_pylist()
     shape = (identity.num_layers, identity.top_k, identity.num_experts)
     for number, head in enumerate(heads):
         drafts = {f"{name}_M": values[number] for name, values in lists.items()}
-        found = {f"{name}_NLK": head.pop(name) for name in experts}
-        ids = {name: decode_experts(data, *shape) for name, data in found.items() if data is not None}
+        found = {source: head.pop(column) for column, source in columns.items()}
+        ids = {source: decode_experts(data, *shape) for source, data in found.items() if data is not None}
         lengths = {len(values) + 1 for values in drafts.values()} | {len(ids_NLK) for ids_NLK in ids.values()}
         if len(lengths) > 1:
             raise DamageError(f"prompt {head['prompt_id']}, position {head['position']}: lists of unequal length")
-        yield Position(**head, **drafts, **ids)
+        yield Position(**head, **drafts, experts_true_NLK=ids.pop("experts_true"), predicted=ids)
 
 
 def _split(column: pa.ListArray) -> list[np.ndarray]:

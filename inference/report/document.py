@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ecospec.errors import InputError
+from ecospec.errors import InputError, first_few
 from ecospec.files import read_json, write_text
 from ecospec.inference.report.numbers import distinct, name_methods
 from ecospec.inference.report.plots import figures, ladder_figure
@@ -133,7 +133,7 @@ def _runs_of(folder: Path, name: str) -> list[dict]:
     for index, run in enumerate(results["runs"]):
         missing = [key for key in REQUIRED if run.get(key) is None]
         if missing:
-            raise InputError(f"{folder / 'results.json'}: run {index} lacks {', '.join(missing)}")
+            raise InputError(f"{folder / 'results.json'}: run {index} lacks {first_few(missing)}")
     return [{"run_folder": name, "notice": results.get("notice"), **run} for run in results["runs"]]
 
 

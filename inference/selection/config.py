@@ -1,4 +1,4 @@
-"""Keys of `selection`, and the one place where a policy's name becomes a selector. Loads no torch."""
+"""Keys of a selection rule, and the one place where a policy's name becomes a selector. Loads no torch."""
 
 import math
 from dataclasses import dataclass
@@ -13,11 +13,9 @@ Policy = Literal["marginal", "confidence", "global", "random"]
 
 
 @dataclass
-class SelectionConfig:
+class RuleConfig:
     policy: Policy = "marginal"
     """Which drafts to verify: `marginal` (EcoSpec), `confidence` (EAGLE), `global` (its static ablation), `random`."""
-    footprints: Literal["predictor", "linear", "draft_mlp", "last_step", "frequency", "token"] = "predictor"
-    """Where a draft's experts are learnt: a model (`predictor.path`), the last step, a table counted from `traces`."""
     gamma: int = 4
     """Tokens verified per step, the root included."""
     epsilon: float = 1e-6
@@ -44,4 +42,4 @@ class SelectionConfig:
 
 def selector(policy: str = "marginal", gamma: int = 4, epsilon: float = 1e-6, joint: bool = False) -> "Selector":
     """A selector by the name of its policy. Raises InputError for an unknown one, γ < 1 or ε <= 0."""
-    return SelectionConfig(policy, gamma=gamma, epsilon=epsilon, joint=joint).build()
+    return RuleConfig(policy, gamma, epsilon, joint).build()

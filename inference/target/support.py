@@ -4,7 +4,7 @@ from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DummyLayer, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
-from ecospec.errors import InputError
+from ecospec.errors import InputError, first_few
 from ecospec.inference.target.masks import FULL
 
 LAYER_TYPES = {FULL, "sliding_attention", "indexed_attention"}
@@ -21,7 +21,7 @@ def check_tree_support(model: nn.Module) -> None:
         raise InputError(f"target family {family}: its recurrent or compressed state cannot forget rejected drafts")
     unknown = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
     if unknown:
-        raise InputError(f"target family {family}: cannot verify a tree in layers of type {', '.join(sorted(unknown))}")
+        raise InputError(f"target family {family}: cannot verify a tree in layers of type {first_few(sorted(unknown))}")
     check_cache(DynamicCache(config=config), family)
     attention = model.config._attn_implementation
     if attention not in ("eager", "sdpa"):

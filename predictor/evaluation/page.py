@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from ecospec.predictor.evaluation.metrics import GeneralisationMetrics
+from ecospec.predictor.kinds import yardstick
 from ecospec.report.page import (
     Column,
     definitions,
@@ -23,36 +25,37 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
+BESIDE = yardstick().name
 COLUMNS = (
     Column("seen", "trained on it", _percent),
     Column("unseen", "not trained on it", _percent),
-    Column("token_seen", "token, counted on it", _percent),
-    Column("token_unseen", "token, not counted on it", _percent),
+    Column(f"{BESIDE}_seen", f"{BESIDE}, counted on it", _percent),
+    Column(f"{BESIDE}_unseen", f"{BESIDE}, not counted on it", _percent),
 )
 GLOSSARY = {
     "overlap": "share of the target's experts that are among the K predicted ones, over layers and answer positions of "
     "held-out samples",
     "trained on it": "samples of this data set were among those trained on (others of it are measured)",
     "not trained on it": "trained on all other data sets, from the same start and under the same limits",
-    "token": "the table of the experts most often chosen for a token id: it costs nothing",
+    BESIDE: "the table of the experts most often chosen for a token id: it costs nothing",
 }
-NAMES = {"overlap": "predictor", "token": "token table"}
+NAMES = {"overlap": "predictor", BESIDE: f"{BESIDE} table"}
 
 
-def render_generalisation(metrics: Mapping, provenance: Mapping) -> str:
+def render_generalisation(metrics: GeneralisationMetrics, provenance: Mapping) -> str:
     """The page."""
     parts = [
-        section("Data sets it has not seen", _table(metrics["generalisation"])),
-        _learning_curve(metrics["learning_curve"]),
+        section("Data sets it has not seen", _table(metrics.by_dataset)),
+        _learning_curve(metrics.learning_curve),
         section("What the words mean", definitions(GLOSSARY)),
         section("How it was made", provenance_of("ecospec-train generalise", provenance)),
     ]
     return render_page(TITLE, summary(metrics), parts)
 
 
-def summary(metrics: Mapping) -> str:
+def summary(metrics: GeneralisationMetrics) -> str:
     """Means over data sets, in a sentence."""
-    rows = metrics["generalisation"].values()
+    rows = metrics.by_dataset.values()
     seen, unseen = (sum(row[key] for row in rows) / len(rows) for key in ("seen", "unseen"))
     return (
         f"Overlap on held-out samples, mean of {len(rows)} data sets: {_percent(seen)} where it was trained on, "

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ecospec.data.module import BatchLimits, group_by_length
 from ecospec.data.traces import Trace
 from ecospec.errors import InputError
-from ecospec.predictor.heads.rollout import DraftBatch
+from ecospec.inference.drafters.eagle3.rollout import DraftBatch
 from ecospec.progress import progress
 
 

@@ -24,24 +24,26 @@ from ecospec.data.traces import Trace, TraceSet
 from ecospec.errors import InputError
 from ecospec.files import write_json
 from ecospec.inference.drafters.eagle3.head import Eagle3Head, default_feature_layers
-from ecospec.predictor.config import HeadConfig, TrainConfig
-from ecospec.predictor.heads.rollout import DraftBatch, rollout_losses, score, weighted_loss
+from ecospec.inference.drafters.eagle3.rollout import DraftBatch, rollout_losses, score, weighted_loss
+from ecospec.predictor.config import HeadConfig, TrainDrafterConfig
+from ecospec.predictor.evaluation.metrics import METRICS
 from ecospec.predictor.heads.text import TargetText, read_text
 from ecospec.predictor.training.checkpoints import write_folder
-from ecospec.predictor.training.fit import open_traces, prepare_process, training_provenance
 from ecospec.predictor.training.module import LOG_SECONDS, Limits, learning_rate_factor, optimizer_groups
-from ecospec.tracing.target.loading import Target, load_target
+from ecospec.predictor.training.start import open_training_traces, prepare_process, training_provenance
+from ecospec.provenance import Provenance
+from ecospec.tracing.target.loading import load_target
 
 log = logging.getLogger(__name__)
 
 
-def train_drafter(config: TrainConfig) -> dict:
+def train_drafter(config: TrainDrafterConfig) -> dict:
     """Fit, evaluate and export as `config` says; returns the content of `metrics.json`.
 
     Raises InputError for a missing key, an output folder in use, traces that are not this target's or too short, or a
     draft vocabulary larger than the target's.
     """
-    traces = open_traces(config)
+    traces = open_training_traces(config)
     train, test = (long_enough(traces, split, config.head.steps) for split in ("train", "test"))
     prepare_process(config)
     target = load_target(config.target)
@@ -51,8 +53,10 @@ def train_drafter(config: TrainConfig) -> dict:
     text, held_out = (read_text(model, layers, items, config.tokens_per_batch) for items in (train, test))
     model.cpu()  # where the head learns
     training = fit(head, text, output_rows(model, head), config)
-    metrics = evaluate(head, held_out, config) | training
-    write_folder(Path(config.output), lambda folder: _write(folder, head, metrics, config, target, traces))
+    metrics = measure_head(head, held_out, config) | training
+    identity = {"name": target.name, "config_sha256": target.config_sha256}
+    made = training_provenance(config, traces, target=identity)
+    write_folder(Path(config.output), lambda folder: _write(folder, head, metrics, made))
     return metrics
 
 
@@ -115,27 +119,27 @@ def output_rows(model: nn.Module, head: Eagle3Head) -> Tensor:
     return model.get_output_embeddings().weight.detach()[head.t2d].float()
 
 
-def fit(head: Eagle3Head, text: TargetText, target_weight_DH: Tensor, config: TrainConfig) -> dict:
+def fit(head: Eagle3Head, text: TargetText, target_weight_DH: Tensor, config: TrainDrafterConfig) -> dict:
     """Train `head` in place until the first limit; returns steps, seconds, tokens seen and the last losses by step."""
     groups = optimizer_groups(head.train(), config.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
     limits = Limits(config.max_minutes, config.max_steps, config.max_epochs)
-    texts, tokens, done, reporter = 0, 0, 0.0, _Reporter()
+    texts, tokens, done, shown = 0, 0, 0.0, _TrainingLog()
     for step, batch in enumerate(_endless_batches(text, config), 1):
         factor = learning_rate_factor(step - 1, config.warmup_steps, done)
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate * factor
         losses = _step(head, optimizer, batch, target_weight_DH, config)
         texts, tokens = texts + len(batch.ids_BT), tokens + int(batch.lengths_B.sum())
-        done = limits.progress(reporter.seconds(), step, texts / len(text.lengths_R))
-        reporter.show(step, losses, tokens, done)
+        done = limits.progress(shown.seconds(), step, texts / len(text.lengths_R))
+        shown.show(step, losses, tokens, done)
         if done >= 1:
             break
-    seconds = round(reporter.seconds(), 1)
+    seconds = round(shown.seconds(), 1)
     return {"steps": step, "seconds": seconds, "tokens_seen": tokens, "train_loss": [loss.item() for loss in losses]}
 
 
-def evaluate(head: Eagle3Head, text: TargetText, config: TrainConfig) -> dict:
+def measure_head(head: Eagle3Head, text: TargetText, config: TrainDrafterConfig) -> dict:
     """`agreement` of each draft step with the target's most probable token, the text's own tokens given before it, over
     `rounds` at step 1; `acceptance_length`: tokens emitted per round when the text itself accepts a greedy chain draft;
     `vocabulary_coverage`: share of the target's most probable tokens that can be drafted at all."""
@@ -150,7 +154,7 @@ def evaluate(head: Eagle3Head, text: TargetText, config: TrainConfig) -> dict:
     }
 
 
-class _Reporter:
+class _TrainingLog:
     """Shows how training goes: a bar on a terminal, a log line every few seconds elsewhere."""
 
     def __init__(self) -> None:
@@ -176,13 +180,17 @@ class _Reporter:
             self.bar.close()
 
 
-def _endless_batches(text: TargetText, config: TrainConfig) -> Iterator[DraftBatch]:
+def _endless_batches(text: TargetText, config: TrainDrafterConfig) -> Iterator[DraftBatch]:
     for epoch in itertools.count():
         yield from text.batches(config.tokens_per_batch, config.seed, epoch)
 
 
 def _step(
-    head: Eagle3Head, optimizer: torch.optim.Optimizer, batch: DraftBatch, target_weight_DH: Tensor, config: TrainConfig
+    head: Eagle3Head,
+    optimizer: torch.optim.Optimizer,
+    batch: DraftBatch,
+    target_weight_DH: Tensor,
+    config: TrainDrafterConfig,
 ) -> list[Tensor]:
     """One optimizer step; returns the losses of the draft steps, detached."""
     with torch.autocast("cpu", torch.bfloat16, enabled=config.precision == "bf16-mixed"):
@@ -194,10 +202,7 @@ def _step(
     return [loss.detach() for loss in losses]
 
 
-def _write(
-    folder: Path, head: Eagle3Head, metrics: dict, config: TrainConfig, target: Target, traces: TraceSet
-) -> None:
+def _write(folder: Path, head: Eagle3Head, metrics: dict, made: Provenance) -> None:
     head.save(folder)
-    write_json(folder / "metrics.json", metrics)
-    identity = {"name": target.name, "config_sha256": target.config_sha256}
-    write_json(folder / "provenance.json", training_provenance(config, traces) | {"target": identity})
+    write_json(folder / METRICS, metrics)
+    made.write(folder)

@@ -1,113 +1,115 @@
-"""What every trained model of routing shares: its target's identity, the target's embedding table lent to it, a head.
+"""What a footprint kind is: one folder of `ecospec.predictor.kinds`, whose `kind.py` has one object `KIND`.
 
-It refuses to know where its token ids come from, which experts were right, and how it is trained; the table is lent to
-it (`attach_embedding`), never saved with it and never counted as its own.
+The folder's name is the kind's name, in `--selection.footprints`, `--kind`, results and metrics. Importing a `kind.py`
+loads no torch: methods import what they need. Three families: `TrainedKind` (a model in an exported folder),
+`CountedKind` (a table counted from traces), and kinds that are read off the target's own passes (`Kind` itself).
 
-Letters: B batch, T tokens, N chosen positions, L MoE layers, E experts per layer, K experts per token, V vocabulary,
-D width of the target's embeddings, H hidden width.
+Letters: T tokens, t of them consecutive, N tree nodes, L MoE layers, E experts, K experts per token, V vocabulary.
 """
 
-import hashlib
-from typing import TYPE_CHECKING, Any
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
-
-from ecospec.errors import InputError
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from ecospec.data.module import Batch
+    from torch import Tensor, nn
 
-HASHED_ROWS = 8192  # rows of the table converted to bf16 at a time
+    from ecospec.data.traces import Trace, Traces
+    from ecospec.inference.footprints import FootprintSource
+    from ecospec.tracing.target.loading import MoeShape, Target
 
 
-class RoutingConfig(PreTrainedConfig):
-    """Which target a model of routing belongs to.
+@dataclass(frozen=True)
+class FootprintOptions:
+    """Where a method says that its footprints come from; each kind reads its own part.
 
-    `target` is the target's name, `moe_layers` the model's own numbers of the L MoE layers, `embedding_sha256` the
-    `embedding_hash` of its table [vocab_size, embedding_size], `split` the samples it was trained on.
+    `path` is `--predictor.path`: the folder of a trained model, `lab` for the shipped one. `traces` is `--traces`: the
+    folder that tables are counted from.
     """
 
-    def __init__(
-        self,
-        num_layers: int = 1,
-        num_experts: int = 2,
-        num_experts_per_tok: int = 1,
-        moe_layers: list[int] | None = None,
-        target: str = "",
-        target_config_sha256: str = "",
-        vocab_size: int = 1,
-        embedding_size: int = 1,
-        embedding_sha256: str = "",
-        split: str = "train",
-        **kwargs: Any,
-    ) -> None:
-        self.num_layers = num_layers
-        self.num_experts = num_experts
-        self.num_experts_per_tok = num_experts_per_tok
-        self.moe_layers = list(range(num_layers)) if moe_layers is None else list(moe_layers)
-        self.target = target
-        self.target_config_sha256 = target_config_sha256
-        self.vocab_size = vocab_size
-        self.embedding_size = embedding_size
-        self.embedding_sha256 = embedding_sha256
-        self.split = split
-        super().__init__(**kwargs)
+    path: str | None = None
+    traces: str | None = None
 
 
-class RoutingModel(PreTrainedModel):
-    """Needs `attach_embedding` before use. A kind has `read`, which turns a batch into hidden states, and a `head`."""
+@dataclass(frozen=True)
+class Baseline:
+    """What evaluation measures of a kind that is not trained.
 
-    config: RoutingConfig
-    head: nn.Linear
+    `logits_of` gives logits [t, L, E] of a sample's consecutive stretches; `step` predicts one step's draft tree, to be
+    timed.
+    """
 
-    def __init__(self, config: RoutingConfig) -> None:
-        super().__init__(config)
-        self.table_VD: Tensor | None = None  # a plain tensor, so neither a parameter nor a buffer
+    logits_of: Callable[["Trace"], Iterable["Tensor"]]
+    step: Callable[[], object]
 
-    def read(self, batch: "Batch", chosen_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """What is learnt of the chosen positions: hidden states [N, H], and the true experts [N, L, K] of each."""
+
+class Kind:
+    """A footprint kind: it is inspected (`ecospec-decode check`), loaded, and turned into sources for the loop.
+
+    `trained`: a model in an exported folder, recorded in tree files; `counted`: a table counted from traces; neither:
+    known from the target's passes. `order`: the place in lists and files, the smallest first, then by name.
+    """
+
+    trained: ClassVar[bool] = False
+    counted: ClassVar[bool] = False
+    order: ClassVar[int] = 100
+    yardstick: ClassVar[bool] = False  # the one that `ecospec-train generalise` sets beside every model
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return type(self).__module__.split(".")[-2]
+
+    @property
+    def column(self) -> str | None:
+        """The column of a tree file with its recorded experts; None where replay works them out by itself."""
+        return f"experts_{self.name}" if self.trained else None
+
+    def folder(self, path: str | None) -> Path | None:
+        """The exported folder at `--predictor.path`; None for a kind that has none.
+
+        Raises InputError where a trained kind's folder is not given, or is none.
+        """
+        return None
+
+    def inspect(self, options: FootprintOptions, shape: "MoeShape", config_sha256: str, hidden: int | None) -> str:
+        """One line for `ecospec-decode check`, from configurations and headers alone: no weights are read.
+
+        `shape` and `config_sha256` are the target's; `hidden`: width of the hidden input of the method's draft head,
+        None where its drafter has none. Raises InputError when the footprints are made for another target or drafter.
+        """
         raise NotImplementedError
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """The head: hidden states [..., H] → routing logits [..., L, E] in float32."""
-        return self.head(hidden).float().unflatten(-1, (self.config.num_layers, self.config.num_experts))
+    def load(self, options: FootprintOptions, target: "Target") -> Any:
+        """What the sources of several methods may share: a model on the target's embeddings and device, a table.
 
-    def attach_embedding(self, embedding: nn.Module | Tensor) -> "RoutingModel":
-        """Borrow the target's embedding table [V, D], of any float type and device; returns self.
-
-        Raises InputError when shape or hash say that it is not the table this model was trained with.
+        Equal `options` give equal results, so load once. Raises InputError when it does not fit the target.
         """
-        table_VD = (embedding.weight if isinstance(embedding, nn.Module) else embedding).detach()
-        expected, found = [self.config.vocab_size, self.config.embedding_size], list(table_VD.shape)
-        if found != expected:
-            raise InputError(f"{self._origin()}; this target's embedding table is {found}, not {expected}")
-        if embedding_hash(table_VD) != self.config.embedding_sha256:
-            raise InputError(
-                f"{self._origin()}; this target's embedding table holds other values (in float16 they would: "
-                "load it with --target.dtype bfloat16 or float32)"
-            )
-        self.table_VD = table_VD
-        return self
+        raise NotImplementedError
 
-    def _embed(self, input_ids: Tensor) -> Tensor:
-        """Rows through bf16, as they were hashed: equal hashes give equal logits whatever the target's dtype."""
-        if self.table_VD is None:
-            raise RuntimeError("the model has no embedding table yet: call attach_embedding(target embeddings)")
-        rows_BTD = F.embedding(input_ids.to(self.table_VD.device), self.table_VD).bfloat16()
-        weight = self.head.weight
-        return rows_BTD.to(device=weight.device, dtype=weight.dtype)
+    def check_head(self, loaded: Any, head: "nn.Module | None", depth: int) -> None:
+        """Raise InputError where `loaded` reads another draft head than `head`, or drafts less deep than `depth`.
 
-    def _origin(self) -> str:
-        where = self.config.name_or_path or "this predictor"
-        return f"predictor {where}: it was trained for target {self.config.target}"
+        `head` is the draft head of the method (None: its drafter has none), `depth` how deep its drafts go at most.
+        """
 
+    def source(self, loaded: Any) -> "FootprintSource":
+        """A footprint source of one method's own, from what `load` returned."""
+        raise NotImplementedError
 
-def embedding_hash(table_VD: Tensor) -> str:
-    """sha256 over the rows of a table [V, D] cast to bfloat16, the same for every float type it is kept in."""
-    digest = hashlib.sha256()
-    for rows in table_VD.detach().split(HASHED_ROWS):
-        digest.update(rows.to(device="cpu", dtype=torch.bfloat16).contiguous().view(torch.uint8).numpy())
-    return digest.hexdigest()
+    def replay_source(self, traces: "Traces | None", num_experts: int, vocab_size: int) -> "FootprintSource | None":
+        """The source as replay can have it, from `traces` and a tree file, without target or model.
+
+        None where it cannot: a trained kind (its footprints were recorded), or a counted one without traces. The source
+        is asked for many positions at once, as a batch of texts that are their roots alone; `routed` holds the experts
+        [1, L, K] of each position's token before the root, -1 where the file does not say.
+        """
+        return None
+
+    def baseline(self, traces: "Traces", vocab_size: int, nodes: int) -> Baseline | None:
+        """What a trained model must beat, counted from the `train` samples of `traces`; None for a trained kind.
+
+        `nodes`: size of the tree that `Baseline.step` predicts for. Raises InputError without `train` samples.
+        """
+        return None

@@ -1,54 +1,55 @@
 """Folders of trained models of routing: which kind one holds, and the model itself."""
 
+import math
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from transformers.utils import logging
 
-from ecospec.errors import InputError, brief
+from ecospec.errors import InputError, brief, first_few
 from ecospec.files import read_json
-from ecospec.predictor.kinds.base import RoutingModel
-from ecospec.predictor.kinds.predictor.model import ExpertPredictor
-from ecospec.predictor.kinds.rungs import DraftMLP, LinearPredictor
-from ecospec.tracing.target.loading import MoeShape, check_moe
-
-KINDS: dict[str, type[RoutingModel]] = {
-    "predictor": ExpertPredictor,
-    "linear": LinearPredictor,
-    "draft_mlp": DraftMLP,
-}
+from ecospec.predictor.kinds import trained_kinds
+from ecospec.predictor.kinds.routing import RoutingModel
+from ecospec.predictor.kinds.trained import TrainedKind
+from ecospec.tracing.target.checkpoint import Checkpoint
+from ecospec.tracing.target.loading import MoeShape, Target, check_moe
 
 
-def kind_and_values(folder: Path) -> tuple[str, dict]:
-    """Which of `KINDS` a folder holds, and its `config.json`. Raises InputError for anything else."""
+def kind_and_values(folder: Path) -> tuple[TrainedKind, dict]:
+    """Which kind a folder holds, and its `config.json`. Raises InputError for anything else."""
     values = read_json(folder / "config.json")
     model_type = values.get("model_type") if isinstance(values, dict) else None
-    for kind, model_class in KINDS.items():
-        if model_class.config_class.model_type == model_type:
+    for kind in trained_kinds():
+        if kind.model_type == model_type:
             return kind, values
     raise InputError(f"{folder}: is no expert predictor; give the folder that ecospec-train predictor wrote")
 
 
-def kind_of(folder: Path) -> str:
-    """Which of `KINDS` a folder holds. Raises InputError for anything else."""
+def kind_of(folder: Path) -> TrainedKind:
+    """Which kind a folder holds. Raises InputError for anything else."""
     return kind_and_values(folder)[0]
 
 
-def kind_of_model(model: RoutingModel) -> str:
-    """Which of `KINDS` a model is."""
-    return next(kind for kind, model_class in KINDS.items() if isinstance(model, model_class))
+def kind_of_model(model: RoutingModel) -> TrainedKind:
+    """Which kind a model is."""
+    return next(kind for kind in trained_kinds() if kind.model_type == model.config.model_type)
 
 
-def predictor_values(folder: Path, kind: str) -> dict:
-    """The `config.json` of a predictor folder. Raises InputError when it holds another kind."""
+def predictor_values(folder: Path, name: str) -> dict:
+    """The `config.json` of a folder of the kind `name`. Raises InputError when it holds another kind."""
     found, values = kind_and_values(folder)
-    if found != kind:
+    if found.name != name:
         raise InputError(
-            f"--predictor.path {folder}: holds a {found} where footprints {kind} need a {kind}; give a folder of that "
-            f"kind, or --footprints {found}"
+            f"--predictor.path {folder}: holds a {found.name} where footprints {name} need a {name}; give a folder of "
+            f"that kind, or --footprints {found.name}"
         )
     return values
+
+
+def count_weights(folder: Path) -> int:
+    """The number of weights in a folder, from the header of their file."""
+    return sum(map(math.prod, Checkpoint(folder).shapes().values()))
 
 
 def load_predictor(folder: Path) -> RoutingModel:
@@ -56,11 +57,11 @@ def load_predictor(folder: Path) -> RoutingModel:
 
     Raises InputError when the folder holds something else, or weights that are unreadable or not its configuration's.
     """
-    kind = kind_of(folder)
+    model_class = kind_of(folder).model_class
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # the report on the keys becomes one error below
     try:
-        model, info = KINDS[kind].from_pretrained(
+        model, info = model_class.from_pretrained(
             folder, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
         )
     except (SafetensorError, OSError) as error:
@@ -70,6 +71,19 @@ def load_predictor(folder: Path) -> RoutingModel:
         logging.set_verbosity(verbosity)
     _require_all_keys(folder, info)
     return model
+
+
+def load_for_target(folder: Path, name: str, target: Target) -> RoutingModel:
+    """The model of a folder of the kind `name`, ready for `target`: on its embeddings and device, in evaluation mode.
+
+    Raises InputError as `predictor_values` and `load_predictor` do, and when it belongs to another target.
+    """
+    predictor_values(folder, name)
+    model = load_predictor(folder)
+    shape = (model.config.num_layers, model.config.num_experts, model.config.num_experts_per_tok)
+    check_moe(f"--predictor.path {folder}", shape, target.shape.counts)
+    model.attach_embedding(target.model.get_input_embeddings())
+    return model.to(target.model.device).eval()
 
 
 def require_target(path: str | None, values: dict, shape: MoeShape, config_sha256: str) -> None:
@@ -84,11 +98,11 @@ def require_target(path: str | None, values: dict, shape: MoeShape, config_sha25
     }
     different = [key for key, value in identity.items() if values.get(key) != value]
     if different:
-        raise InputError(f"--predictor.path {path}: trained for another target ({', '.join(different)} differ)")
+        raise InputError(f"--predictor.path {path}: trained for another target ({first_few(different)} differ)")
 
 
 def _require_all_keys(folder: Path, info: dict) -> None:
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[kind]:
-            names = ", ".join(map(str, sorted(info[kind])[:3]))
+            names = first_few(sorted(map(str, info[kind])))
             raise InputError(f"{folder / 'model.safetensors'}: {kind.replace('_', ' ')} {names}; export it again")

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
     from ecospec.data.module import Batch
-    from ecospec.predictor.kinds.base import RoutingModel
+    from ecospec.predictor.kinds.routing import RoutingModel
 
 CHUNK_TOKENS = 1024
 LOSS_CHUNKS = 5  # as large as a chunk's logits, alive at once; measured 3.1, with an idle allocator's slack 4.2

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ecospec.data.traces import Trace, TraceSet
+from ecospec.data.traces import Trace, Traces
 from ecospec.errors import InputError
 from ecospec.predictor.objective.loss import excess_loss, layer_losses
 
@@ -23,8 +23,30 @@ EXTRA = (0, 2, 4, 8)  # experts beyond K in the sets whose recall is measured
 BINS = 10  # of equal width, for calibration
 
 
+@dataclass(frozen=True)
+class PredictorNumbers:
+    """What one predictor is worth; headline numbers cover held-out samples from `prompt_len` on.
+
+    `overlap_all` counts prompts, too, `overlap_train` is that of answers trained on. `recall_at` is the share of the
+    true experts among the 8, 10, … most probable (K and a few more). `calibration` takes min(1, K·p) as the predicted
+    probability that an expert is among the true K: `bins` of equal width have its mean, the share of those experts that
+    were, and their number; `error` is the mean distance of the two, weighted by that number (expected calibration
+    error). `seconds_per_step`: the median time to predict one step's draft tree, where it was measured.
+    """
+
+    overlap: float
+    overlap_all: float
+    overlap_train: float
+    overlap_by_layer: list[float]
+    overlap_by_dataset: dict[str, float]
+    recall_at: dict[str, float]
+    excess_loss: float
+    calibration: dict
+    seconds_per_step: float | None = None
+
+
 @dataclass
-class Tally:
+class TokenTally:
     """Sums over the tokens of one kind: `hits_LS` true experts among the so many most probable, `loss_L` nats.
 
     Of the (token, layer, expert) triples in each of C bins `bins_3C` has the number, the sum of the predicted
@@ -36,17 +58,19 @@ class Tally:
     loss_L: np.ndarray | float = 0.0
     bins_3C: np.ndarray | float = 0.0
 
-    def __add__(self, other: "Tally") -> "Tally":
-        return Tally(*(mine + theirs for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True)))
+    def __add__(self, other: "TokenTally") -> "TokenTally":
+        return TokenTally(
+            *(mine + theirs for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True))
+        )
 
 
 @dataclass
 class OverlapMeter:
-    """Accumulates samples; `metrics()` are the numbers of `metrics.json`."""
+    """Accumulates samples; `numbers()` are those of `metrics.json`."""
 
     top_k: int
     num_experts: int
-    tallies: dict[tuple[str, str, str], Tally] = field(default_factory=dict)  # (split, dataset, prompt or answer)
+    tallies: dict[tuple[str, str, str], TokenTally] = field(default_factory=dict)  # (split, dataset, prompt or answer)
 
     @property
     def sizes_S(self) -> list[int]:
@@ -64,56 +88,49 @@ class OverlapMeter:
                 key = (item.split, item.dataset, part)
                 headline = (item.split, part) == ("test", "answer")
                 found = tally(logits_tLE[where], experts_tLK[where], self.sizes_S, headline)
-                self.tallies[key] = self.tallies.get(key, Tally()) + found
+                self.tallies[key] = self.tallies.get(key, TokenTally()) + found
             begin = end
 
-    def metrics(self) -> dict:
-        """Headline numbers cover held-out samples from `prompt_len` on.
-
-        `recall_at` is the share of the true experts among the 8, 10, … most probable (K and a few more). `calibration`
-        takes min(1, K·p) as the predicted probability that an expert is among the true K: `bins` of equal width have
-        its mean, the share of those experts that were, and their number; `error` is the mean distance of the two,
-        weighted by that number (expected calibration error). Raises InputError when the samples of a split have no
-        such position.
-        """
+    def numbers(self) -> PredictorNumbers:
+        """All but the time. Raises InputError when the samples of a split have no position after their prompt."""
         held_out, train = self._total(split="test", part="answer"), self._total(split="train", part="answer")
         datasets = sorted({dataset for split, dataset, _ in self.tallies if split == "test"})
         by_dataset = {name: self._total(split="test", part="answer", dataset=name) for name in datasets}
-        return {
-            "overlap": self._overlap(held_out, "test"),
-            "overlap_all": self._overlap(self._total(split="test"), "test"),
-            "overlap_train": self._overlap(train, "train"),
-            "overlap_by_layer": self._recall_LS(held_out)[:, 0].tolist(),
-            "overlap_by_dataset": {name: self._overlap(t, "test") for name, t in by_dataset.items() if t.tokens},
-            "recall_at": dict(zip(map(str, self.sizes_S), self._recall_LS(held_out).mean(0).tolist(), strict=True)),
-            "excess_loss": excess_loss(float(np.mean(held_out.loss_L) / held_out.tokens), self.top_k),
-            "calibration": calibration(held_out.bins_3C),
-        }
+        return PredictorNumbers(
+            overlap=self._overlap(held_out, "test"),
+            overlap_all=self._overlap(self._total(split="test"), "test"),
+            overlap_train=self._overlap(train, "train"),
+            overlap_by_layer=self._recall_LS(held_out)[:, 0].tolist(),
+            overlap_by_dataset={name: self._overlap(t, "test") for name, t in by_dataset.items() if t.tokens},
+            recall_at=dict(zip(map(str, self.sizes_S), self._recall_LS(held_out).mean(0).tolist(), strict=True)),
+            excess_loss=excess_loss(float(np.mean(held_out.loss_L) / held_out.tokens), self.top_k),
+            calibration=calibration(held_out.bins_3C),
+        )
 
-    def _total(self, split: str, part: str | None = None, dataset: str | None = None) -> Tally:
+    def _total(self, split: str, part: str | None = None, dataset: str | None = None) -> TokenTally:
         def matches(key: tuple[str, str, str]) -> bool:
             return all(wanted in (None, found) for wanted, found in zip((split, dataset, part), key, strict=True))
 
-        return sum((tally for key, tally in self.tallies.items() if matches(key)), Tally())
+        return sum((tally for key, tally in self.tallies.items() if matches(key)), TokenTally())
 
-    def _overlap(self, tally: Tally, split: str) -> float:
+    def _overlap(self, tally: TokenTally, split: str) -> float:
         if not tally.tokens:
             raise InputError(f"--traces: its {split} samples have no answer positions to measure; trace more samples")
         return float(self._recall_LS(tally)[:, 0].mean())
 
-    def _recall_LS(self, tally: Tally) -> np.ndarray:
+    def _recall_LS(self, tally: TokenTally) -> np.ndarray:
         return tally.hits_LS / tally.tokens / self.top_k
 
 
-def tally(logits_TLE: Tensor, experts_TLK: Tensor, sizes_S: list[int], whole: bool) -> Tally:
+def tally(logits_TLE: Tensor, experts_TLK: Tensor, sizes_S: list[int], whole: bool) -> TokenTally:
     """Count some tokens; `experts_TLK` int64. Loss and bins, which take longest, only of what is `whole`."""
     ranks_TLK = ranks(logits_TLE, experts_TLK)
     hits_LS = torch.stack([(ranks_TLK < size).sum((0, 2)) for size in sizes_S], -1).double()
     if not whole:
-        return Tally(len(logits_TLE), hits_LS.cpu().numpy())
+        return TokenTally(len(logits_TLE), hits_LS.cpu().numpy())
     loss_L = layer_losses(logits_TLE, experts_TLK).sum(0).double()
     bins_3C = calibration_bins(logits_TLE, experts_TLK)
-    return Tally(len(logits_TLE), *(sums.cpu().numpy() for sums in (hits_LS, loss_L, bins_3C)))
+    return TokenTally(len(logits_TLE), *(sums.cpu().numpy() for sums in (hits_LS, loss_L, bins_3C)))
 
 
 def ranks(logits: Tensor, experts: Tensor) -> Tensor:
@@ -127,7 +144,7 @@ def ranks(logits: Tensor, experts: Tensor) -> Tensor:
 
 
 def calibration_bins(logits_TLE: Tensor, experts_TLK: Tensor) -> Tensor:
-    """`Tally.bins_3C` of some tokens, float64."""
+    """`TokenTally.bins_3C` of some tokens, float64."""
     predicted = (experts_TLK.shape[-1] * logits_TLE.softmax(-1)).clamp(max=1).flatten()
     chosen = torch.zeros_like(logits_TLE).scatter_(-1, experts_TLK, 1).flatten()
     bin_of = (predicted * BINS).long().clamp(max=BINS - 1)
@@ -155,10 +172,10 @@ def shared_experts(predicted: Tensor, true: Tensor, num_experts: int) -> Tensor:
     return member.gather(-1, predicted).sum(-1)
 
 
-def measure(passes_of: PassesOf, traces: TraceSet) -> dict:
-    """The metrics of one predictor, given as a function, on all samples of both splits."""
+def measure(passes_of: PassesOf, traces: Traces) -> PredictorNumbers:
+    """The numbers of one predictor, given as a function, on all samples of both splits."""
     meter = OverlapMeter(traces.top_k, traces.num_experts)
     for item in traces:
         for stretches in passes_of(item):
             meter.add(item, stretches)
-    return meter.metrics()
+    return meter.numbers()

@@ -14,7 +14,7 @@ from ecospec.predictor.objective.metrics import shared_experts, top_experts
 
 if TYPE_CHECKING:
     from ecospec.data.module import Batch
-    from ecospec.predictor.kinds.base import RoutingModel
+    from ecospec.predictor.kinds.routing import RoutingModel
 
 
 class Overlap(torchmetrics.Metric):

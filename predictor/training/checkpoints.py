@@ -18,31 +18,35 @@ from safetensors.torch import load_file
 from ecospec.data.module import Batch
 from ecospec.errors import InputError
 from ecospec.files import read_json, replace_folder, write_json
-from ecospec.predictor.config import TrainConfig
-from ecospec.predictor.kinds.base import RoutingConfig, RoutingModel
+from ecospec.predictor.config import TrainPredictorConfig
+from ecospec.predictor.evaluation.metrics import METRICS
+from ecospec.predictor.kinds import trained_kinds
+from ecospec.predictor.kinds.routing import RoutingConfig, RoutingModel
 from ecospec.predictor.objective.overlap import Overlap
 from ecospec.predictor.training.module import PredictorModule
+from ecospec.provenance import Provenance
+from ecospec.tracing.store.manifest import PartFile
 
 RUN, BEST = "run.json", "best"
-FREE = ("output", "overwrite", "threads", "loggers")  # keys that a resumed run may change
+MAY_CHANGE = ("output", "overwrite", "threads", "loggers")  # keys that a resumed run may change
 MADE_FOR = {  # fields of a model's configuration → what they tell apart
     "target_config_sha256": "--target.name: its configuration has changed",
     "embedding_sha256": "--target.name: its embedding table has changed",
-    "drafter_fingerprint": "--drafter.path: that draft head has changed",
+    **{field: change for kind in trained_kinds() for field, change in kind.made_for.items()},
 }
 
 
-def training_folder(config: TrainConfig) -> Path:
+def training_folder(config: TrainPredictorConfig) -> Path:
     return Path(f"{config.output.rstrip('/')}.training")
 
 
-def identity(config: TrainConfig, parts: list[dict], model: RoutingConfig) -> dict:
+def run_identity(config: TrainPredictorConfig, parts: list[PartFile], model: RoutingConfig) -> dict:
     """What must be the same for a run to go on: the number of processes, the traces' parts, the keys, what `model` is
     made for.
     """
-    keys = {name: value for name, value in asdict(config).items() if name not in FREE}
+    keys = {name: value for name, value in asdict(config).items() if name not in MAY_CHANGE}
     made_for = {name: value for name, value in model.to_dict().items() if name in MADE_FOR}
-    return {"processes": config.processes, "parts": [part["sha256"] for part in parts], **keys, **made_for}
+    return {"processes": config.processes, "parts": [part.sha256 for part in parts], **keys, **made_for}
 
 
 def state_to_resume(folder: Path, run: dict) -> Path | None:
@@ -80,12 +84,17 @@ def write_folder(folder: Path, write: Callable[[Path], object]) -> None:
 class Checkpoints(lightning.Callback):
     """Measures held-out overlap every so many steps and at the end, keeps what is worth it, and ends a run early.
 
-    `held_out` gives this process's batches, `made` is the `provenance.json` of what is kept. An interrupt saves the
+    `held_out` gives this process's batches, `made` tells how what is kept came about. An interrupt saves the
     step's state, too.
     """
 
     def __init__(
-        self, folder: Path, config: TrainConfig, run: dict, held_out: Callable[[], Iterable[Batch]], made: dict
+        self,
+        folder: Path,
+        config: TrainPredictorConfig,
+        run: dict,
+        held_out: Callable[[], Iterable[Batch]],
+        made: Provenance,
     ) -> None:
         self.folder, self.options, self.run, self.held_out, self.made = folder, config, run, held_out, made
         self.best, self.best_step, self.since_best = -1.0, 0, 0
@@ -96,7 +105,8 @@ class Checkpoints(lightning.Callback):
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict) -> None:
-        vars(self).update(state)
+        self.best, self.best_step = state["best"], state["best_step"]
+        self.since_best, self.reached = state["since_best"], state["reached"]
 
     def on_train_start(self, trainer: lightning.Trainer, module: PredictorModule) -> None:
         self._stop_early(trainer)  # a run that was cut off after it had decided to
@@ -124,8 +134,8 @@ class Checkpoints(lightning.Callback):
         predictor.train()
         overlap = float(metric.compute())
         module.write_row({"overlap": overlap})
-        module.shown["overlap"] = overlap
-        module.say(f"held-out overlap {overlap:.4f}")
+        module.beside_bar["overlap"] = overlap
+        module.log_line(f"held-out overlap {overlap:.4f}")
         if trainer.is_global_zero:
             self._keep(overlap, module, trainer.global_step)
         self._remember(overlap, trainer)
@@ -137,8 +147,8 @@ class Checkpoints(lightning.Callback):
 
     def _write(self, folder: Path, module: PredictorModule, overlap: float, step: int) -> None:
         save_predictor(folder, module.predictor)
-        write_json(folder / "metrics.json", {"overlap": overlap, "step": step})
-        write_json(folder / "provenance.json", self.made)
+        write_json(folder / METRICS, {"overlap": overlap, "step": step})
+        self.made.write(folder)
 
     def _remember(self, overlap: float, trainer: lightning.Trainer) -> None:
         self.reached += self._newly_reached(overlap)
@@ -169,7 +179,7 @@ def remove_states(folder: Path, keep: str | None = None) -> None:
     _remove([path for path in folder.glob("step-*.ckpt") if path.name != keep])
 
 
-def require_nothing_kept(folder: Path, config: TrainConfig) -> None:
+def require_nothing_kept(folder: Path, config: TrainPredictorConfig) -> None:
     """Raises InputError when an earlier run kept predictors that a new one would remove, and `overwrite` is off."""
     if _kept(folder) and not config.overwrite:
         raise InputError(

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ecospec.data.module import Batch, TrainBatches
 from ecospec.errors import DamageError, InputError
-from ecospec.predictor.config import TrainConfig
-from ecospec.predictor.kinds.base import RoutingModel
+from ecospec.predictor.config import TrainPredictorConfig
+from ecospec.predictor.kinds.routing import RoutingModel
 from ecospec.predictor.objective.loss import batch_loss, excess_loss
 
 log = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class PredictorModule(lightning.LightningModule):
     def __init__(
         self,
         predictor: RoutingModel,
-        config: TrainConfig,
+        config: TrainPredictorConfig,
         epoch: Sized,
         seconds_now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -106,7 +106,7 @@ class PredictorModule(lightning.LightningModule):
         self.batches = self.tokens = 0
         self.seconds = 0.0
         self.asked_to_end = self.interrupted = False
-        self.shown: dict[str, float] = {}  # beside the progress bar
+        self.beside_bar: dict[str, float] = {}  # what the progress bar shows
         self.losses: deque[float] = deque(maxlen=config.accumulate)  # of the last batches, over all processes
         self.step_samples: deque[tuple[str, ...]] = deque(maxlen=config.accumulate)  # names, in this process
 
@@ -145,7 +145,7 @@ class PredictorModule(lightning.LightningModule):
             )
         if self.trainer.should_stop or self.seconds_now() - self.logged >= LOG_SECONDS:
             self.logged = self.seconds_now()
-            self.say(self._how_it_goes())
+            self.log_line(self._status())
 
     def on_train_end(self) -> None:
         self.require_finite_weights()
@@ -191,8 +191,8 @@ class PredictorModule(lightning.LightningModule):
             logger.log_metrics(numbers, step=self.global_step)
             logger.save()
 
-    def say(self, what: str) -> None:
-        """A log line about the last step, from the first process only."""
+    def log_line(self, what: str) -> None:
+        """Log a line about the last step, from the first process only."""
         if self.trainer.is_global_zero:
             log.info("step %d: %s", self.global_step, what)
 
@@ -222,6 +222,6 @@ class PredictorModule(lightning.LightningModule):
         samples = ", ".join(batch.sample_ids)
         return f"step {self.global_step}: the loss is {loss} on samples {samples}; {REMEDY}"
 
-    def _how_it_goes(self) -> str:
+    def _status(self) -> str:
         rate, share = self.tokens / self.seconds, min(1.0, self.progress())
         return f"excess loss {self.step_loss():.3f}, {rate:.0f} tokens/s, {share:.0%}"

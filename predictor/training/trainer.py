@@ -17,19 +17,19 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 
 from ecospec.errors import InputError
-from ecospec.predictor.config import TrainConfig
+from ecospec.predictor.config import TrainPredictorConfig
 from ecospec.predictor.training.module import EndlessBatches, PredictorModule
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM)
 
 
-def make_trainer(config: TrainConfig, logs: Path | None = None, callbacks: tuple = ()) -> lightning.Trainer:
+def make_trainer(config: TrainPredictorConfig, logs: Path | None = None, callbacks: tuple = ()) -> lightning.Trainer:
     """A trainer that runs until its module says stop, and by itself writes nothing but logs.
 
     Raises InputError for a strategy or a logger that this machine has not got.
     """
     require_strategy(config)
-    bar = [ShareBar()] if sys.stderr.isatty() else []
+    bar = [TrainingBar()] if sys.stderr.isatty() else []
     return lightning.Trainer(
         accelerator="auto",
         devices=config.devices,
@@ -40,7 +40,7 @@ def make_trainer(config: TrainConfig, logs: Path | None = None, callbacks: tuple
         accumulate_grad_batches=config.accumulate,
         gradient_clip_val=config.gradient_clip,
         logger=make_loggers(config, logs) if logs else False,
-        callbacks=[*callbacks, *bar, Interrupts()],
+        callbacks=[*callbacks, *bar, GracefulInterrupt()],
         use_distributed_sampler=False,
         enable_checkpointing=False,
         enable_model_summary=False,
@@ -48,7 +48,7 @@ def make_trainer(config: TrainConfig, logs: Path | None = None, callbacks: tuple
     )
 
 
-def require_strategy(config: TrainConfig) -> None:
+def require_strategy(config: TrainPredictorConfig) -> None:
     """Raises InputError for DeepSpeed where it is not installed, or where Lightning refuses it."""
     if not config.strategy.startswith("deepspeed"):
         return
@@ -58,7 +58,7 @@ def require_strategy(config: TrainConfig) -> None:
         raise InputError(f"--strategy {config.strategy}: needs CUDA GPUs; on a CPU give --strategy ddp")
 
 
-def make_loggers(config: TrainConfig, folder: Path) -> list[Logger]:
+def make_loggers(config: TrainPredictorConfig, folder: Path) -> list[Logger]:
     """The loggers asked for; a resumed run begins a new version of each. Raises InputError where W&B is missing."""
     if "wandb" in config.loggers and importlib.util.find_spec("wandb") is None:
         raise InputError("--loggers wandb: it is not installed; pip install wandb, or leave it out")
@@ -70,7 +70,7 @@ def make_loggers(config: TrainConfig, folder: Path) -> list[Logger]:
     return [makers[name]() for name in config.loggers]
 
 
-class ShareBar(TQDMProgressBar):
+class TrainingBar(TQDMProgressBar):
     """A bar over the share of training that is done, whichever limit ends it, with the last overlap beside it."""
 
     BAR_FORMAT = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"
@@ -84,10 +84,10 @@ class ShareBar(TQDMProgressBar):
     ) -> None:
         if self._should_update(batch_idx + 1, None):
             self.train_progress_bar.n = min(1.0, module.progress())
-            self.train_progress_bar.set_postfix({"excess_loss": module.step_loss(), **module.shown})
+            self.train_progress_bar.set_postfix({"excess_loss": module.step_loss(), **module.beside_bar})
 
 
-class Interrupts(lightning.Callback):
+class GracefulInterrupt(lightning.Callback):
     """Once training has begun the first interrupt only asks it to end with its step; the second ends everything."""
 
     def on_train_start(self, trainer: lightning.Trainer, module: PredictorModule) -> None:

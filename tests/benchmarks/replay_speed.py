@@ -24,7 +24,9 @@ PROMPTS, PLACES = 40, 64
 def random_trees() -> TreeSet:
     generator = np.random.default_rng(0)
     names = [f"random/{number}" for number in range(PROMPTS)]
-    identity = Identity("random", "0" * 64, "random", "random", 0.0, 0, L, E, K, 3, 2, dict.fromkeys(names, "random"))
+    identity = Identity(
+        "random", "0" * 64, "random", "random", 0.0, 0, L, E, K, {"steps": 3, "topk": 2}, dict.fromkeys(names, "random")
+    )
     return TreeSet(identity, [random_position(name, place, generator) for name in names for place in range(PLACES)])
 
 

@@ -25,7 +25,7 @@ import torch
 
 from ecospec.data.module import Batch, BatchLimits, TraceDataModule
 from ecospec.data.traces import Trace, read_traces
-from ecospec.predictor.config import TrainConfig
+from ecospec.predictor.config import TrainPredictorConfig
 from ecospec.predictor.objective.loss import batch_loss
 from ecospec.predictor.training.module import EndlessBatches, PredictorModule, optimizer_groups
 from ecospec.predictor.training.trainer import make_trainer, run_trainer
@@ -62,7 +62,7 @@ def write_trace(path: Path, tokens: int) -> None:
 class BareLoop:
     """What anyone would write, with the arithmetic of our configuration."""
 
-    def __init__(self, predictor: torch.nn.Module, config: TrainConfig) -> None:
+    def __init__(self, predictor: torch.nn.Module, config: TrainPredictorConfig) -> None:
         self.predictor, self.clip = predictor, config.gradient_clip
         groups = optimizer_groups(predictor, config.weight_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95))
@@ -99,7 +99,7 @@ class Windows(lightning.Callback):
 
 def measure(items: list[Trace], windows: int, steps: int) -> list[tuple[float, float, int]]:
     """Seconds of ours and of the bare loop, and tokens, of each window."""
-    config = TrainConfig(max_steps=(windows + 1) * steps, tokens_per_batch=1024, threads=1)
+    config = TrainPredictorConfig(max_steps=(windows + 1) * steps, tokens_per_batch=1024, threads=1)
     torch.set_num_threads(config.threads)
     shape = MoeShape("qwen3_moe", tuple(range(L)), E, K, V, D, L)
     predictor = fresh_predictor(config, shape, "hash", torch.randn(V, D)).train()

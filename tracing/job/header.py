@@ -9,7 +9,7 @@ from ecospec.configs.schema import TargetConfig
 from ecospec.data.prompts import Prompt
 from ecospec.errors import InputError
 from ecospec.files import sha256_json
-from ecospec.tracing.config import TraceConfig
+from ecospec.tracing.config import RunConfig
 from ecospec.tracing.store.layout import id_dtype
 from ecospec.tracing.store.manifest import Header, PromptSource, TracedTarget
 from ecospec.tracing.target.loading import MoeShape, config_hash, weights_hash
@@ -20,7 +20,7 @@ SAMPLING = ("max_new_tokens", "temperature", "top_p", "seed")  # mean nothing fo
 
 
 def trace_header(
-    config: TraceConfig,
+    config: RunConfig,
     model_config: PreTrainedConfig,
     shape: MoeShape,
     engine: dict,

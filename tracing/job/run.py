@@ -10,9 +10,9 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ecospec.data.prompts import after, answered, read_prompts, split_of
-from ecospec.errors import DamageError, InputError
+from ecospec.errors import DamageError, InputError, first_few
 from ecospec.progress import progress
-from ecospec.tracing.config import TraceConfig
+from ecospec.tracing.config import RunConfig
 from ecospec.tracing.job.engine import Engine, Sampling, TransformersEngine
 from ecospec.tracing.job.header import key_identity, trace_header
 from ecospec.tracing.job.plan import PlannedBatch, Sample, Shard, plan_rounds, plan_samples, refusals
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 class Job:
     """All that can be known, and refused, without weights. `rounds`: one after the other, of this worker's batches."""
 
-    config: TraceConfig
+    config: RunConfig
     shape: MoeShape
     tokenizer: PreTrainedTokenizerBase
     header: Header
@@ -54,7 +54,7 @@ class Job:
         return [sample.key for sample in self.samples]
 
 
-def run_trace(config: TraceConfig) -> None:
+def run_trace(config: RunConfig) -> None:
     """Trace this worker's share of the prompts into `config.output`; what is finished there is kept.
 
     Raises InputError for bad prompts, a dense target (before any weight is read) or a folder of something else,
@@ -81,7 +81,7 @@ def run_trace(config: TraceConfig) -> None:
         _conclude(job, folder)
 
 
-def _prepare(config: TraceConfig) -> Job:
+def _prepare(config: RunConfig) -> Job:
     prompts = read_prompts(config)
     model_config = load_target_config(config.target)
     shape = shape_of(model_config, config.target.trust_remote_code)
@@ -101,7 +101,7 @@ def _prepare(config: TraceConfig) -> Job:
     return Job(config, shape, tokenizer, header, samples, rounds, replica)
 
 
-def _require_context(config: TraceConfig, model_config: PreTrainedConfig) -> None:
+def _require_context(config: RunConfig, model_config: PreTrainedConfig) -> None:
     """Raises InputError where no prompt at all could fit; single samples that do not are rejected."""
     context = context_of(model_config)
     if not config.teacher_force and context is not None and config.max_new_tokens > context:
@@ -133,11 +133,13 @@ def _open_engine(job: Job) -> Engine:
     engine = VllmEngine(config.engine, job.shape, _sampling(config))
     differences = header_differences(engine.identity, job.header.engine)
     if differences:
-        raise InputError(f"--output {config.output}: began with another engine ({'; '.join(differences)})")
+        raise InputError(
+            f"--output {config.output}: began with another engine ({first_few(differences, separator='; ')})"
+        )
     return engine
 
 
-def _engine_identity(config: TraceConfig, shape: MoeShape) -> dict:
+def _engine_identity(config: RunConfig, shape: MoeShape) -> dict:
     """What the engine says of itself; of a finished folder's servers its manifest says it, so that none is asked."""
     if config.engine.kind == "transformers":
         sizes = {"tp_size": config.target.tp_size, "ep_size": config.target.ep_size}
@@ -147,7 +149,7 @@ def _engine_identity(config: TraceConfig, shape: MoeShape) -> dict:
     return VllmEngine(config.engine, shape, _sampling(config)).identity
 
 
-def _sampling(config: TraceConfig) -> Sampling:
+def _sampling(config: RunConfig) -> Sampling:
     return Sampling(config.max_new_tokens, config.temperature, config.top_p, config.seed)
 
 

@@ -19,7 +19,7 @@ from functools import cached_property
 import httpx2
 
 from ecospec.data.prompts import Prompt
-from ecospec.errors import InputError
+from ecospec.errors import InputError, first_few
 from ecospec.tracing.config import EngineConfig
 from ecospec.tracing.job.engine import Batch, Outcome, Sampling
 from ecospec.tracing.job.validation import EngineError, Rejected, Report, prompt_fault, validate
@@ -335,7 +335,7 @@ async def _fetch(client: httpx2.AsyncClient, method: str, url: str, body: dict |
 
 def _none_left(urls: list[str]) -> EngineError:
     return EngineError(
-        f"no vLLM server answers any more ({', '.join(urls)}); what is traced is kept: start them, run again to resume"
+        f"no vLLM server answers any more ({first_few(urls)}); what is traced is kept: start them, run again to resume"
     )
 
 

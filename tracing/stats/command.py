@@ -20,8 +20,9 @@ import pyarrow as pa
 
 from ecospec.data.traces import Trace, TraceSet, read_traces
 from ecospec.errors import DamageError, InputError
-from ecospec.files import provenance, replace_folder, write_json, write_text
+from ecospec.files import replace_folder, write_json, write_text
 from ecospec.progress import progress
+from ecospec.provenance import Provenance
 from ecospec.tracing.stats.agreement import AgreementTally, shared_choices, summarise_agreement
 from ecospec.tracing.stats.counts import WIDTH, Tally, pooled, summarise
 from ecospec.tracing.stats.page import render_stats
@@ -51,7 +52,7 @@ def write_stats(folder: str | Path, output: str | Path, compare: str | Path | No
     }
     if others is not None:
         stats["agreement"] = compare_traces(traces, others)
-    stats["provenance"] = provenance()
+    stats["provenance"] = Provenance.of().to_json()
     loads = {name: tally.counts_LE for name, tally in tallies.items()}
 
     def write(target: Path) -> None:

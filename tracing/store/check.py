@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from ecospec.data.lab import shipped
 from ecospec.data.prompts import split_of
-from ecospec.errors import DamageError
+from ecospec.errors import DamageError, first_few
 from ecospec.files import sha256_file
 from ecospec.tracing.store.folder import header_differences
 from ecospec.tracing.store.layout import (
@@ -111,9 +111,8 @@ def _open_part(path: Path, part: PartFile, manifest: Manifest, columns: pa.Schem
     file = open_part(path, columns)
     differences = header_differences(asdict(manifest), header_of(file.schema_arrow, path))
     if differences:
-        raise DamageError(
-            f"{path.parent / MANIFEST}: is not what {path.name} was written for ({'; '.join(differences)})"
-        )
+        shown = first_few(differences, separator="; ")
+        raise DamageError(f"{path.parent / MANIFEST}: is not what {path.name} was written for ({shown})")
     if file.metadata.num_rows != part.rows:
         raise DamageError(f"{path}: {file.metadata.num_rows} rows where the manifest says {part.rows}")
     return file

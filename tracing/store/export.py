@@ -28,6 +28,9 @@ def export_tokens(folder: str | Path, output: str | Path) -> int:
     return pq.read_metadata(Path(output) / TOKENS_FILE).num_rows
 
 
+LAYOUTS = {"tokens": (TOKENS_FILE, export_tokens)}  # a value of the key `layout` → what it writes, and how
+
+
 def tokens_schema(traces: TraceSet) -> pa.Schema:
     ids = pa.list_(pa.type_for_alias(traces.manifest.id_dtype))
     columns = [

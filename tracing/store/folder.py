@@ -21,8 +21,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ecospec.errors import DamageError, InputError
-from ecospec.files import provenance, replace_file, sha256_file, sha256_json
+from ecospec.errors import DamageError, InputError, first_few
+from ecospec.files import replace_file, sha256_file, sha256_json
+from ecospec.provenance import Provenance
 from ecospec.tracing.store.layout import (
     COLUMNS,
     HEADER_KEY,
@@ -151,16 +152,17 @@ class TraceFolder:
         twice = next((key for key, count in counts.items() if count > 1), None)
         if twice is not None:
             names = sorted(path.name for path, keys in self._keys.items() if twice in keys)
+            shown = first_few(names, separator=" and ")
             raise DamageError(
-                f"{self.folder}: {' and '.join(names)} hold the same sample; delete one of them and run the same "
-                "ecospec-trace command again"
+                f"{self.folder}: {shown} hold the same sample; delete one of them and run the same ecospec-trace "
+                "command again"
             )
         if len(counts) < len(set(expected)) or self.complete:
             return self.complete  # where another worker was first
         parts, rejected = (self._listed(pattern) for pattern in (PARTS, REJECTED))
         counts = SampleCounts(*(sum(part.rows for part in group) for group in (parts, rejected)))
-        found = {"samples": counts, "parts": parts, "rejected_parts": rejected, "provenance": provenance()}
-        Manifest(**vars(self.header), **found).write(self.folder)
+        found = {"samples": counts, "parts": parts, "rejected_parts": rejected}
+        Manifest(**vars(self.header), **found, provenance=Provenance.of().to_json()).write(self.folder)
         _flush_folder(self.folder)
         (self.folder / LOCK).unlink(missing_ok=True)  # nothing is left that another worker could write
         return True
@@ -232,8 +234,9 @@ class TraceFolder:
     def _require_same(self, found: dict) -> None:
         differences = header_differences(found, asdict(self.header))
         if differences:
+            shown = first_few(differences, separator="; ")
             raise InputError(
-                f"--output {self.folder}: holds traces of another configuration ({'; '.join(differences)}); "
+                f"--output {self.folder}: holds traces of another configuration ({shown}); "
                 "choose another folder, or repeat the command that began this one"
             )
 

@@ -7,7 +7,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Self, TypeVar
 
-from ecospec.errors import DamageError, InputError
+from ecospec.errors import DamageError, InputError, first_few
 from ecospec.files import read_json, write_json
 from ecospec.tracing.store.layout import MANIFEST, PARTS
 
@@ -100,7 +100,7 @@ class Manifest(Header):
         values = read_json(path)
         missing = _required(cls) - set(values) if isinstance(values, dict) else _required(cls)
         if missing:
-            raise InputError(f"{path}: is no trace manifest (without {', '.join(sorted(missing))})")
+            raise InputError(f"{path}: is no trace manifest (without {first_few(sorted(missing))})")
         if values["schema"] != SCHEMA_VERSION:
             raise InputError(f"{path}: has trace schema {values['schema']}, this version reads {SCHEMA_VERSION}")
         for key, kind in {"target": TracedTarget, "samples": SampleCounts}.items():
@@ -133,7 +133,7 @@ def _required(kind: type) -> set[str]:
 def _parsed(kind: type[T], values: object, key: str, path: Path) -> T:
     missing = _required(kind) - set(values) if isinstance(values, dict) else _required(kind)
     if missing:
-        raise _damaged(path, f"{key} without {', '.join(sorted(missing))}")
+        raise _damaged(path, f"{key} without {first_few(sorted(missing))}")
     return _of_known(kind, values)
 
 

@@ -19,9 +19,11 @@ from transformers import (
 )
 
 from ecospec.configs.schema import TargetConfig
-from ecospec.errors import InputError, brief
+from ecospec.errors import InputError, brief, first_few
 from ecospec.files import sha256_file, sha256_json
 from ecospec.hub import hub_or_cache
+from ecospec.tracing.target.checkpoint import Checkpoint
+from ecospec.tracing.target.fp8 import by_blocks, quantization_of
 from ecospec.tracing.target.names import resolve_target
 from ecospec.tracing.target.replicas import model_parallel_size, split_options
 from ecospec.tracing.target.routers import find_sites, top_k_of
@@ -110,12 +112,13 @@ def load_target(config: TargetConfig) -> Target:
     path = resolve_target(config.name)
     model_config = load_target_config(config)
     shape = shape_of(model_config, config.trust_remote_code)
-    _weight_files(config)
+    if Path(path).is_dir():
+        checkpoint_of(config).files()
     tokenizer = load_tokenizer(config, shape.vocab_size)
     model = load_model(
         path,
         f"--target.name {config.name}",
-        config=model_config,
+        model_config,
         revision=config.revision,
         dtype=config.dtype if config.dtype == "auto" else getattr(torch, config.dtype),
         experts_implementation=config.experts_implementation,
@@ -129,24 +132,31 @@ def load_target(config: TargetConfig) -> Target:
     return Target(config.name, path, model, tokenizer, shape, config_hash(model_config))
 
 
-def load_model(path: str | Path, where: str, **options: object) -> nn.Module:
-    """A causal language model with all its weights. Raises InputError, naming `where`, for absent or broken ones."""
+def load_model(
+    path: str | Path, where: str, config: PreTrainedConfig, revision: str | None = None, **options: object
+) -> nn.Module:
+    """A causal language model of this configuration with all its weights.
+
+    Raises InputError, naming `where`, for absent or broken weights, and for FP8 ones that do not fit their scales.
+    """
+    Checkpoint(path, revision, where).require_blocks()
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **options)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path, config=by_blocks(config), revision=revision, output_loading_info=True, **options
+        )
     except SafetensorError as error:
         raise InputError(f"{where}: its weights cannot be read ({error}); fetch the checkpoint again") from None
     absent = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
     if absent:
-        shown = ", ".join(absent[:3]) + (f" and {len(absent) - 3} more" if len(absent) > 3 else "")
-        raise InputError(f"{where}: the checkpoint lacks weights that its config.json promises ({shown})")
+        raise InputError(f"{where}: the checkpoint lacks weights that its config.json promises ({first_few(absent)})")
     return model.eval()
 
 
 def loading_options(config: TargetConfig, model_config: PreTrainedConfig) -> dict:
-    """Options of `from_pretrained` for placing and dequantising weights.
+    """Options of `from_pretrained` for placing and dequantizing weights.
 
     Raises InputError for a placement that Transformers does not know, a split that the running processes cannot make,
-    and where nothing can be dequantised.
+    and where nothing can be dequantized.
     """
     split = split_options(config, model_config)
     if split and (config.device_map is not None or config.expert_mib is not None):
@@ -160,8 +170,7 @@ def loading_options(config: TargetConfig, model_config: PreTrainedConfig) -> dic
     placement = {"device_map": config.device_map} | split
     if not config.dequantize:
         return placement
-    stored = getattr(model_config, "quantization_config", None) or {}
-    method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
+    method = quantization_of(model_config).get("quant_method")
     kinds = {"mxfp4": Mxfp4Config, "fp8": FineGrainedFP8Config}
     if method not in kinds:
         raise InputError(
@@ -183,9 +192,10 @@ def weights_hash(config: TargetConfig) -> str | None:
 
     Raises InputError when the folder has no weights.
     """
-    files = _weight_files(config)
-    if files is None:
+    checkpoint = checkpoint_of(config)
+    if not Path(checkpoint.source).is_dir():
         return None
+    files = checkpoint.files()
     sizes = {file.name: file.stat().st_size for file in files}
     small = sum(sizes.values()) <= HASHED_BYTES
     return sha256_json({file.name: sha256_file(file) for file in files} if small else sizes)
@@ -211,15 +221,9 @@ def load_tokenizer(config: TargetConfig, vocab_size: int) -> PreTrainedTokenizer
     return tokenizer
 
 
-def _weight_files(config: TargetConfig) -> list[Path] | None:
-    """The weight files of a folder, None for a hub id. Raises InputError when the folder has none."""
-    path = resolve_target(config.name)
-    if not os.path.isdir(path):  # noqa: PTH112 - a hub id is not a path
-        return None
-    files = [file for pattern in ("*.safetensors", "pytorch_model*.bin") for file in Path(path).glob(pattern)]
-    if not files:
-        raise InputError(f"--target.name {config.name}: the folder has no weights (*.safetensors)")
-    return files
+def checkpoint_of(config: TargetConfig) -> Checkpoint:
+    """The weights of a target, wherever they are."""
+    return Checkpoint(resolve_target(config.name), config.revision, f"--target.name {config.name}")
 
 
 def check_moe(what: str, found: tuple[int, int, int], expected: tuple[int, int, int]) -> None:

@@ -16,13 +16,15 @@ from ecospec.data.lab.recipe.polish import Polish, decode_greedily
 from ecospec.data.prompts import Prompt, read_prompts
 from ecospec.data.traces import read_traces
 from ecospec.files import sha256_file
-from ecospec.inference.assemble import Workshop
+from ecospec.inference.assemble import PartsLoader
 from ecospec.inference.config import DrafterConfig
 from ecospec.inference.decoding.generation import generate_with
-from ecospec.inference.decoding.loop import Method
+from ecospec.inference.decoding.method import Method
 from ecospec.inference.decoding.statistics import Step
-from ecospec.predictor.kinds.loading import KINDS
-from ecospec.predictor.kinds.tables import fit_token
+from ecospec.inference.selection.config import selector
+from ecospec.predictor.kinds import trained_kind, trained_kinds
+from ecospec.predictor.kinds.frequency.table import FrequencyTable
+from ecospec.predictor.kinds.token.table import count_tokens
 from ecospec.predictor.objective.metrics import shared_experts, top_experts
 from ecospec.tracing.stats.counts import Tally, summarise
 from ecospec.tracing.target.loading import Target, load_target
@@ -51,22 +53,20 @@ def measure_lab(documents: Sequence[Document], yardsticks: dict[str, nn.Module],
 
 def shipped_weights() -> dict[str, str]:
     """sha256 of the weights that the numbers belong to."""
-    return {part: sha256_file(shipped(LAB, part) / "model.safetensors") for part in ("target", "drafter", *KINDS)}
+    parts = ("target", "drafter", *(kind.name for kind in trained_kinds()))
+    return {part: sha256_file(shipped(LAB, part) / "model.safetensors") for part in parts}
 
 
 def acceptance(target: Target, gamma: int = 4) -> dict:
     """EAGLE-3's α at T = 0 on the test prompts, per domain and pooled, over steps before the first repeated 8-gram."""
-    drafter = Workshop(target).drafter(DrafterConfig())
-    method = Method(drafter, "confidence", gamma)
+    drafter = PartsLoader(target).drafter(DrafterConfig(path="lab"))
+    method = Method(drafter, selector("confidence", gamma))
     steps: dict[str, list[Step]] = {}
-    with RoutingRecorder(target.model) as recorder:
-        for prompt in test_prompts():
-            ids = target.tokenizer(prompt.text, return_tensors="pt").input_ids
-            out, run = generate_with(
-                target.model, method, ids, recorder=recorder, max_new_tokens=ANSWER_TOKENS, do_sample=False
-            )
-            answer = out[0, ids.shape[1] :].tolist()
-            steps.setdefault(prompt.dataset, []).extend(steps_before(run.steps, measure.first_repeat(answer)))
+    for prompt in test_prompts():
+        ids = target.tokenizer(prompt.text, return_tensors="pt").input_ids
+        out, run = generate_with(target.model, method, ids, max_new_tokens=ANSWER_TOKENS, do_sample=False)
+        answer = out[0, ids.shape[1] :].tolist()
+        steps.setdefault(prompt.dataset, []).extend(steps_before(run.steps, measure.first_repeat(answer)))
     pooled = [step for part in steps.values() for step in part]
     return {name: _acceptance(part) for name, part in [*steps.items(), ("pooled", pooled)]}
 
@@ -75,14 +75,14 @@ def acceptance(target: Target, gamma: int = 4) -> dict:
 def fresh_overlap(target: Target, traces: Path) -> dict[str, float]:
     """Overlap on greedy answers to the test prompts, before the first repeated 8-gram: predictor and simple tables."""
     recorded = read_traces(traces)
-    token = fit_token(recorded, target.shape.vocab_size)
-    predictor = Workshop(target).trained("predictor", shipped(LAB, "predictor"))
-    rungs = {
-        "frequency": token.frequency.logits,
+    token = count_tokens(recorded, target.shape.vocab_size)
+    predictor = PartsLoader(target).loaded(trained_kind("predictor"), "lab")
+    predictors = {
+        "frequency": FrequencyTable(token.shares).logits,
         "token": token.logits,
         "predictor": lambda ids_T: predictor(torch.from_numpy(ids_T)[None])[0],
     }
-    hits, total = dict.fromkeys(rungs, 0), 0
+    hits, total = dict.fromkeys(predictors, 0), 0
     K, E = target.shape.top_k, target.shape.num_experts
     for prompt_ids, answer in _answers(target):
         ids = prompt_ids + answer[: measure.first_repeat(answer)]
@@ -90,7 +90,7 @@ def fresh_overlap(target: Target, traces: Path) -> dict[str, float]:
             target.model(torch.tensor([ids]))
             experts_TLK = recorder.take(len(ids))[len(prompt_ids) :]
         total += experts_TLK.numel()
-        for name, logits_of in rungs.items():
+        for name, logits_of in predictors.items():
             predicted_TLK = top_experts(logits_of(np.array(ids)), K)[len(prompt_ids) :]
             hits[name] += int(shared_experts(predicted_TLK, experts_TLK, E).sum())
     return {name: count / total for name, count in hits.items()}

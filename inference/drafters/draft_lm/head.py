@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ecospec.errors import InputError, brief
+from ecospec.errors import InputError, brief, first_few
 from ecospec.hub import hub_or_cache
 from ecospec.inference.drafters.base import DraftHead
 from ecospec.inference.target.masks import additive
@@ -90,9 +90,9 @@ def load_language_model_head(
     be read, and as `LanguageModelHead` does.
     """
     target_vocab_size = target_model.config.get_text_config().vocab_size
-    _, tokenizers = inspect_language_model(source, target_vocab_size, target_tokenizer, revision)
+    config, tokenizers = inspect_language_model(source, target_vocab_size, target_tokenizer, revision)
     try:
-        model = load_model(source, f"draft model {source}", revision=revision, dtype=target_model.dtype)
+        model = load_model(source, f"draft model {source}", config, revision, dtype=target_model.dtype)
     except OSError as error:
         raise _unreadable(source, "its weights", error) from None
     model.to(target_model.device).requires_grad_(False).eval()
@@ -139,7 +139,7 @@ def check_language_model(
     unfit = sorted({type(layer).__name__ for layer in DynamicCache(config=config).layers if not _drops(layer, text)})
     if unfit:
         raise InputError(
-            f"{name}: its cache cannot drop a tree's entries ({', '.join(unfit)}); take a full-attention one"
+            f"{name}: its cache cannot drop a tree's entries ({first_few(unfit)}); take a full-attention one"
         )
 
 

@@ -6,25 +6,20 @@ Letters: D draft vocabulary, V target vocabulary.
 """
 
 import logging
-import pickle
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ecospec.errors import InputError, brief
+from ecospec.errors import InputError, first_few
 from ecospec.files import read_json
-from ecospec.inference.drafters.eagle3.dialects import HeadSpec, Shape, key_of, resolve
+from ecospec.inference.drafters.eagle3.dialects import HeadSpec, key_of, resolve
 from ecospec.inference.drafters.eagle3.head import Eagle3Head
-from ecospec.inference.drafters.headers import key_faults, safetensors_shapes
+from ecospec.tracing.target.checkpoint import Checkpoint, key_faults
 
 log = logging.getLogger(__name__)
-
-WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 def load_head(
@@ -42,7 +37,7 @@ def load_head(
     spec = inspect_head(folder, target, feature_layers, rope_theta)
     for note in spec.notes:
         log.warning("%s: %s", folder, note)
-    stored = {key: tensor for file in weight_files(folder) for key, tensor in _read(file).items()}
+    stored = Checkpoint(folder).read_all()
     state = {name: stored[key] for key, name in spec.names.items()}
     state = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in state.items()}
     d2t_D = state.get("d2t", torch.zeros(spec.config.draft_vocab_size)).long()
@@ -69,9 +64,9 @@ def inspect_head(
     values = read_json(folder / "config.json")
     if not isinstance(values, dict):
         raise InputError(f"{folder / 'config.json'}: is no configuration of a draft head")
-    shapes = {key: shape for file in weight_files(folder) for key, shape in _read_shapes(file).items()}
-    spec = resolve(folder, values, shapes, target.get_text_config(), feature_layers, rope_theta)
-    _check_keys(spec)
+    checkpoint = Checkpoint(folder)
+    spec = resolve(folder, values, checkpoint.shapes(), target.get_text_config(), feature_layers, rope_theta)
+    _check_keys(spec, checkpoint.files())
     return spec
 
 
@@ -102,8 +97,8 @@ def _rises(values: Tensor) -> bool:
     return len(values) > 1 and bool((values.diff() > 0).all())
 
 
-def _check_keys(spec: HeadSpec) -> None:
-    """Raises one InputError that names every key that is missing, unused or of another shape."""
+def _check_keys(spec: HeadSpec, files: list[Path]) -> None:
+    """Raises one InputError for the keys that are missing, unused or of another shape."""
     with torch.device("meta"):
         head = Eagle3Head(spec.config, spec.flags)
     expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
@@ -113,32 +108,4 @@ def _check_keys(spec: HeadSpec) -> None:
     absent = expected.keys() - spec.names.values() - optional
     faults = key_faults(by_key | {key_of(name, first_layer): expected[name] for name in absent}, spec.shapes)
     if faults:
-        raise InputError(f"{', '.join(map(str, weight_files(spec.folder)))}: {faults}")
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The files of the weights: one, or the shards that an index names. Raises InputError when there are none."""
-    for name in WEIGHT_FILES:
-        if (folder / name).is_file():
-            return [folder / name]
-        index = folder / f"{name}.index.json"
-        if index.is_file():
-            return [folder / shard for shard in sorted(set(read_json(index)["weight_map"].values()))]
-    raise InputError(f"{folder}: holds no weights ({' or '.join(WEIGHT_FILES)})")
-
-
-def _read_shapes(file: Path) -> dict[str, Shape]:
-    if file.suffix == ".bin":
-        return {key: tuple(tensor.shape) for key, tensor in _read(file, "meta").items()}
-    return safetensors_shapes(file)
-
-
-def _read(file: Path, device: str = "cpu") -> dict[str, Tensor]:
-    """All tensors of one file; a `.bin` may hold nothing else. Raises InputError when it cannot be read."""
-    try:
-        content = torch.load(file, device, weights_only=True) if file.suffix == ".bin" else load_file(file, device)
-    except (OSError, EOFError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
-        raise InputError(f"{file}: cannot be read ({brief(error)})") from None
-    if not isinstance(content, dict) or not all(isinstance(tensor, Tensor) for tensor in content.values()):
-        raise InputError(f"{file}: does not hold tensors by name")
-    return content
+        raise InputError(f"{first_few(files)}: {faults}")

@@ -12,6 +12,9 @@ the other three it means "the next step is fed the normed output", off by defaul
 heads with the older meaning, which no file tells: for such a head set `norm_output` to false in its config.json.
 `norm_before_residual` is on by default for speculators, off for the others.
 
+A published head of SafeAILab's kind has its target's `num_hidden_layers` (40) in its config.json and one layer in its
+weights. Nothing reads that field of such heads, so there the weights count; for the other three the field does.
+
 Layer ids have two conventions. `eagle_config.eagle_aux_hidden_state_layer_ids` counts layers: i is the output of layer
 i, which is boundary i + 1, unless the largest id is the target's number of layers: then they are boundaries. A
 top-level `eagle_aux_hidden_state_layer_ids` holds boundaries. With neither it is SafeAILab's formula, and a note.
@@ -28,7 +31,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ecospec.errors import InputError
+from ecospec.errors import InputError, first_few
 from ecospec.inference.drafters.eagle3.head import HeadFlags, default_feature_layers
 from ecospec.inference.target.features import FINAL
 
@@ -68,7 +71,7 @@ def resolve(
     """The spec of a configuration (`values`) and of the weights' shapes by key.
 
     `feature_layers` (boundaries) and `rope_theta` replace what the configuration says. Raises InputError when it is no
-    head, a quantised one or made for another target, and when layer ids or rotary settings make no sense.
+    head, a quantized one or made for another target, and when layer ids or rotary settings make no sense.
     """
     values = {**values, **(values.get("transformer_layer_config") or {})}
     names = module_names(shapes)
@@ -78,8 +81,9 @@ def resolve(
     writer = writer_of(values, shapes)
     layers, layer_notes = source.feature_layers(feature_layers)
     head_dim, head_dim_notes = source.head_dim()
-    config = source.config(head_dim, rope_parameters(source.where, values, rope_theta))
-    notes = (*layer_notes, *head_dim_notes, *_other_notes(values, writer))
+    depth, depth_notes = source.depth(writer)
+    config = source.config(head_dim, depth, rope_parameters(source.where, values, rope_theta))
+    notes = (*layer_notes, *head_dim_notes, *depth_notes, *_other_notes(values, writer))
     return HeadSpec(folder, writer, config, source.flags(writer, layers), layers, names, shapes, notes)
 
 
@@ -151,15 +155,15 @@ class _Source:
         return self.option("draft_vocab_size", self.found.get("lm_head.weight", (self.target.vocab_size,))[0])
 
     def require_head(self) -> None:
-        """Raises InputError unless this is a head, not quantised, with attention as llama and qwen3 have it."""
+        """Raises InputError unless this is a head, not quantized, with attention as llama and qwen3 have it."""
         if self.values.get("quantization_config"):
-            raise InputError(f"{self.where}: quantization_config: quantised heads cannot be loaded; take a plain one")
+            raise InputError(f"{self.where}: quantization_config: quantized heads cannot be loaded; take a plain one")
         if f"{ATTENTION}q_proj.weight" not in self.found:
             raise InputError(f"{self.where.parent}: not an EAGLE-3 head (no midlayer. or layers.0. self_attn.q_proj)")
         needed = ("hidden_size", "intermediate_size", "num_attention_heads")
         absent = [name for name in needed if not isinstance(self.values.get(name), int)]
         if absent:
-            raise InputError(f"{self.where}: missing, or not a whole number: {', '.join(absent)}")
+            raise InputError(f"{self.where}: missing, or not a whole number: {first_few(absent)}")
 
     def require_target(self) -> None:
         """Raises InputError unless vocabulary and width are the target's."""
@@ -173,7 +177,7 @@ class _Source:
             wrong.append(f"width of the target {self.target_width}")
         if wrong:
             raise InputError(
-                f"{self.where.parent}: is not this target's head ({', '.join(wrong)}); "
+                f"{self.where.parent}: is not this target's head ({first_few(wrong)}); "
                 f"the target has {V} embeddings of width {width}"
             )
 
@@ -226,6 +230,15 @@ class _Source:
         note = f"config.json says head_dim {said}; took {head_dim}, which the weights have"
         return head_dim, [] if said in (None, head_dim) else [note]
 
+    def depth(self, writer: str) -> tuple[int, list[str]]:
+        """The number of the head's own layers, and notes."""
+        said = self.option("num_hidden_layers", 1)
+        if writer != SAFEAILAB:
+            return said, []
+        stored = 1 + len({name.split(".")[1] for name in self.found if name.startswith("extra_layers.")})
+        note = f"config.json says num_hidden_layers {said}; took {stored}, which the weights have"
+        return stored, [] if said == stored else [note]
+
     def flags(self, writer: str, layers: tuple[int, ...]) -> HeadFlags:
         """Every flag; what the configuration does not say, the keys do."""
         found, option = self.found, self.option
@@ -253,7 +266,7 @@ class _Source:
             logit_scale=float(option("logit_scale", 1.0)),
         )
 
-    def config(self, head_dim: int, rotary: dict) -> LlamaConfig:
+    def config(self, head_dim: int, depth: int, rotary: dict) -> LlamaConfig:
         """Widths, vocabularies and rotary settings. Raises InputError where a value is of the wrong kind."""
         names = ("num_attention_heads", "num_key_value_heads", "hidden_act", "rms_norm_eps", "max_position_embeddings")
         given = {name: self.values[name] for name in names if self.values.get(name) is not None}
@@ -262,7 +275,7 @@ class _Source:
                 **given,
                 hidden_size=self.values["hidden_size"],
                 intermediate_size=self.values["intermediate_size"],
-                num_hidden_layers=self.option("num_hidden_layers", 1),
+                num_hidden_layers=depth,
                 head_dim=head_dim,
                 mlp_bias=bool(self.values.get("mlp_bias")),
                 vocab_size=self.target.vocab_size,

@@ -18,7 +18,7 @@ class Eagle3Kind(DrafterKind):
     """A trained head in a folder or on the hub, of any known writer."""
 
     reads = frozenset({"path", "feature_layers", "rope_theta"})
-    ships_with_lab = True
+    ships_with_lab = has_hidden = True
     order = 0
 
     def inspect(self, config: "DrafterConfig", target: "TargetConfig", model_config: "PreTrainedConfig") -> Facts:

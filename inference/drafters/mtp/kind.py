@@ -1,4 +1,4 @@
-"""The multi-token-prediction layer as a kind; see `ecospec.inference.drafters.kind`."""
+"""Multi-token-prediction layers as a kind; see `ecospec.inference.drafters.kind`."""
 
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ class MtpKind(DrafterKind):
     """Read from the target's own checkpoint, unless `drafter.path` names another."""
 
     reads = frozenset({"path"})
+    has_hidden = True
     order = 1
 
     def inspect(self, config: "DrafterConfig", target: "TargetConfig", model_config: "PreTrainedConfig") -> Facts:
@@ -26,7 +27,7 @@ class MtpKind(DrafterKind):
 
         source = config.path or resolve_target(target.name)
         summary = inspect_mtp(source, model_config, target.revision)
-        value = f"MTP layer {summary.number} of {source}, {summary.weights / 1e6:.1f} M weights"
+        value = f"MTP {summary.layers} of {source}, {summary.weights / 1e6:.1f} M weights"
         return Facts(value, model_config.vocab_size, model_config.hidden_size)
 
     def load_head(self, config: "DrafterConfig", target: "Target") -> "MtpHead":

@@ -1,1 +1,1 @@
-"""An MLP on what a draft head is fed at a node."""
+"""A trained MLP on a token and what a draft head reads at its node."""

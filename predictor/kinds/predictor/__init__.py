@@ -1,1 +1,1 @@
-"""The predictor of the paper: a small decoder on the target's own embeddings."""
+"""The trained expert predictor Π_θ: a small decoder that reads the text."""

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedMode
 
 from ecospec.errors import InputError, brief
 from ecospec.hub import hub_or_cache
-from ecospec.predictor.config import BackboneConfig
+from ecospec.predictor.kinds.predictor.config import BackboneConfig
 from ecospec.predictor.kinds.predictor.model import without_vocabulary
 
 # Of projected embeddings before training. Smaller, and the first attention layer drowns what the token is (measured).
@@ -53,7 +53,7 @@ def require_causal(backbone: PreTrainedModel, path: str | None) -> None:
 
 
 def pretrained_backbone(path: str) -> tuple[PreTrainedModel, float]:
-    """The decoder at `path` in float32 without its vocabulary, and the RMS of what its layers were fed.
+    """The decoder at `path` in float32 without its vocabulary, and the RMS of its layers' inputs.
 
     That is what its embedding module put out: families that scale embeddings do so either there (Gemma), which counts,
     or further in (Granite), which acts on a predictor's inputs as well. Raises InputError when there are no weights.

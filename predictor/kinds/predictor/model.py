@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, Cache, PreTrainedConfig, PreTrainedModel
 
-from ecospec.predictor.kinds.base import RoutingConfig, RoutingModel
+from ecospec.predictor.kinds.predictor.kind import KIND
+from ecospec.predictor.kinds.routing import RoutingConfig, RoutingModel
 
 if TYPE_CHECKING:
     from ecospec.data.module import Batch
@@ -29,7 +30,7 @@ SMALLEST_BACKBONE = {
 class ExpertPredictorConfig(RoutingConfig):
     """`backbone` is the configuration of a dense decoder."""
 
-    model_type = "ecospec_expert_predictor"
+    model_type = KIND.model_type
     sub_configs = {"backbone": AutoConfig}  # noqa: RUF012 - Transformers' own protocol
 
     def __init__(self, backbone: PreTrainedConfig | dict | None = None, **kwargs: Any) -> None:

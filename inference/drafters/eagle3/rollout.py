@@ -98,7 +98,7 @@ def weighted_loss(losses: list[Tensor]) -> Tensor:
     return sum(loss * STEP_DECAY**index for index, loss in enumerate(losses))
 
 
-class Scores(NamedTuple):
+class DraftScores(NamedTuple):
     """Sums over decode rounds whose root is a token of an answer, int64 [steps] each.
 
     `agreed`: drafted tokens that are the target's most probable ones, of `rounds`; `accepted`: rounds of which the
@@ -110,12 +110,12 @@ class Scores(NamedTuple):
     accepted: Tensor
     full_rounds: Tensor
 
-    def __add__(self, other: "Scores") -> "Scores":
-        return Scores(*(a + b for a, b in zip(self, other, strict=True)))
+    def __add__(self, other: "DraftScores") -> "DraftScores":
+        return DraftScores(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 @torch.inference_mode()
-def score(head: Eagle3Head, batch: DraftBatch, steps: int) -> Scores:
+def score(head: Eagle3Head, batch: DraftBatch, steps: int) -> DraftScores:
     """How well the head's most probable tokens match the target, step by step, the text's own tokens being given."""
     T = batch.ids_BT.shape[1]
     answer_BT = torch.arange(1, T + 1) >= batch.prompt_lens_B[:, None]  # by start: is its root in the answer?
@@ -128,4 +128,4 @@ def score(head: Eagle3Head, batch: DraftBatch, steps: int) -> Scores:
         alive_BS = alive_BS & (tokens_BS[:, : T - steps - 1] == following_BS)
         agreed_BS = rounds_BS & (tokens_BS == batch.best_BT[:, step:])
         sums.append([flags.sum() for flags in (agreed_BS, rounds_BS, alive_BS, full_BS)])
-    return Scores(*torch.tensor(sums).T)
+    return DraftScores(*torch.tensor(sums).T)

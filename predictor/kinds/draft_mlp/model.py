@@ -1,7 +1,7 @@
-"""The two cheap trained predictors: a linear probe on the token, and a small MLP on what a draft head is fed.
+"""The draft MLP: a token, and the hidden input of a draft head beside it, through gated blocks.
 
 Letters: B batch, T tokens, N chosen positions or tree nodes, A depths in a draft (0: the root), L MoE layers,
-E experts per layer, K experts per token, D width of the target's embeddings, H hidden width, F width of a draft head.
+E experts per layer, H hidden width, F width of a draft head.
 """
 
 import hashlib
@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from ecospec.errors import InputError
 from ecospec.inference.drafters.eagle3.head import Eagle3Head
-from ecospec.predictor.kinds.base import RoutingConfig, RoutingModel
+from ecospec.predictor.kinds.draft_mlp.head_inputs import HEAD_INPUTS
+from ecospec.predictor.kinds.draft_mlp.kind import KIND
+from ecospec.predictor.kinds.routing import RoutingConfig, RoutingModel
 
 if TYPE_CHECKING:
     from ecospec.data.module import Batch
@@ -21,40 +23,10 @@ if TYPE_CHECKING:
 FINGERPRINT_VALUES = 4096  # of each weight
 
 
-class LinearConfig(RoutingConfig):
-    """A linear probe has no sizes of its own."""
-
-    model_type = "ecospec_linear_predictor"
-
-
-class LinearPredictor(RoutingModel):
-    """`forward(input_ids [B, T]) → logits [B, T, L, E]`: one matrix on the token's embedding, scaled to unit RMS."""
-
-    config: LinearConfig
-
-    def __init__(self, config: LinearConfig) -> None:
-        super().__init__(config)
-        self.head = nn.Linear(config.embedding_size, config.num_layers * config.num_experts)
-        self.post_init()
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Routing logits [B, T, L, E] in float32; each depends on its own token alone."""
-        return self.logits(self.hidden(input_ids))
-
-    def hidden(self, input_ids: Tensor) -> Tensor:
-        """The scaled embedding of each token, [..., D]."""
-        rows = self._embed(input_ids)
-        return F.rms_norm(rows, rows.shape[-1:])
-
-    def read(self, batch: "Batch", chosen_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """See `RoutingModel`."""
-        return self.hidden(batch.input_ids[chosen_BT]), batch.experts[chosen_BT]
-
-
 class DraftMLPConfig(RoutingConfig):
     """`draft_size` is F; the MLP was made for the draft head of `drafter_fingerprint`, for drafts `steps` deep."""
 
-    model_type = "ecospec_draft_mlp"
+    model_type = KIND.model_type
 
     def __init__(
         self,
@@ -76,17 +48,18 @@ class DraftMLPConfig(RoutingConfig):
 
 
 class DraftMLP(RoutingModel):
-    """`forward(input_ids [B, N], fed [B, N, F]) → logits [B, N, L, E]`: no attention, no cache.
+    """`forward(input_ids [B, N], head_inputs [B, N, F]) → logits [B, N, L, E]`: no attention, no cache.
 
-    `fed` is the hidden input of the draft head at each node: what the head made of the target's features for the root,
-    the output of the node's parent for a draft. Both exist before the node is drafted, so they cost nothing.
+    `head_inputs` is the hidden input of the draft head at each node: what the head made of the target's features for
+    the root, the output of the node's parent for a draft. Both exist before the node is drafted, so they cost nothing.
     """
 
     config: DraftMLPConfig
 
     def __init__(self, config: DraftMLPConfig) -> None:
         super().__init__(config)
-        self.token_norm, self.fed_norm = nn.RMSNorm(config.embedding_size), nn.RMSNorm(config.draft_size)
+        self.token_norm = nn.RMSNorm(config.embedding_size)
+        self.fed_norm = nn.RMSNorm(config.draft_size)  # exported weights have this name
         self.entry = nn.Linear(config.embedding_size + config.draft_size, config.hidden_size, bias=False)
         self.blocks = nn.ModuleList(
             GatedBlock(config.hidden_size, config.intermediate_size) for _ in range(config.num_blocks)
@@ -95,14 +68,14 @@ class DraftMLP(RoutingModel):
         self.head = nn.Linear(config.hidden_size, config.num_layers * config.num_experts)
         self.post_init()
 
-    def forward(self, input_ids: Tensor, fed: Tensor) -> Tensor:
-        """Routing logits [..., L, E] in float32 of tokens [...] and what the head was fed at each, [..., F]."""
-        return self.logits(self.hidden(input_ids, fed))
+    def forward(self, input_ids: Tensor, head_inputs: Tensor) -> Tensor:
+        """Routing logits [..., L, E] in float32 of tokens [...] and the head's hidden input at each, [..., F]."""
+        return self.logits(self.hidden(input_ids, head_inputs))
 
-    def hidden(self, input_ids: Tensor, fed: Tensor) -> Tensor:
+    def hidden(self, input_ids: Tensor, head_inputs: Tensor) -> Tensor:
         """The last block's output [..., H], normed."""
         rows = self._embed(input_ids)
-        hidden = self.entry(torch.cat([self.token_norm(rows), self.fed_norm(fed.to(rows))], dim=-1))
+        hidden = self.entry(torch.cat([self.token_norm(rows), self.fed_norm(head_inputs.to(rows))], dim=-1))
         for block in self.blocks:
             hidden = block(hidden)
         return self.norm(hidden)
@@ -112,20 +85,20 @@ class DraftMLP(RoutingModel):
 
         Which one is drawn: the depths of a position teach nearly the same, and cost as much as other positions would.
         """
-        fed_ANF = batch.fed.transpose(0, 1)[:, chosen_BT]
+        inputs_ANF = batch.columns[HEAD_INPUTS][chosen_BT].transpose(0, 1)
         if self.training:
-            depths_1NF = torch.randint(len(fed_ANF), (1, fed_ANF.shape[1], 1), device=fed_ANF.device)
-            fed_ANF = fed_ANF.gather(0, depths_1NF.expand(-1, -1, fed_ANF.shape[2]))
-        ids_AN = batch.input_ids[chosen_BT].expand(len(fed_ANF), -1)
-        return self.hidden(ids_AN, fed_ANF).flatten(0, 1), batch.experts[chosen_BT].repeat(len(fed_ANF), 1, 1)
+            depths_1NF = torch.randint(len(inputs_ANF), (1, inputs_ANF.shape[1], 1), device=inputs_ANF.device)
+            inputs_ANF = inputs_ANF.gather(0, depths_1NF.expand(-1, -1, inputs_ANF.shape[2]))
+        ids_AN = batch.input_ids[chosen_BT].expand(len(inputs_ANF), -1)
+        return self.hidden(ids_AN, inputs_ANF).flatten(0, 1), batch.experts[chosen_BT].repeat(len(inputs_ANF), 1, 1)
 
     def require_head(self, head: nn.Module, steps: int) -> None:
         """Raises InputError when `head` is not the draft head that the MLP was trained on, or is to go deeper."""
         if not isinstance(head, Eagle3Head) or fingerprint(head) != self.config.drafter_fingerprint:
-            raise InputError(f"{self._origin()} and another draft head; give that head as --drafter.path")
+            raise InputError(f"{self.origin()} and another draft head; give that head as --drafter.path")
         if steps > self.config.steps:
             raise InputError(
-                f"--drafter.steps {steps}: {self._origin()} and drafts {self.config.steps} tokens deep; draft no deeper"
+                f"--drafter.steps {steps}: {self.origin()} and drafts {self.config.steps} tokens deep; draft no deeper"
             )
 
 
@@ -144,7 +117,7 @@ class GatedBlock(nn.Module):
 
 
 def fingerprint(head: Eagle3Head) -> str:
-    """sha256 over what a draft head is fed, its rotary base, and the first values of each weight cast to bfloat16."""
+    """sha256 over a head's feature layers, its rotary base, and the first values of each weight cast to bfloat16."""
     digest = hashlib.sha256(repr((list(head.feature_layers), head.config.rope_parameters["rope_theta"])).encode())
     for name, weight in sorted(head.named_parameters()):
         values = weight.detach().flatten()[:FINGERPRINT_VALUES].to(device="cpu", dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Laws of the cheap trained predictors and of what a draft MLP is fed.
+"""Laws of the cheap trained predictors and of the hidden inputs that a draft MLP reads.
 
 Letters: B batch, T tokens, A depths of a draft, F width of the draft head, L MoE layers, E experts, K experts per
 token, V vocabulary, D width of the target's embeddings.
@@ -12,10 +12,16 @@ from transformers import DynamicCache
 from ecospec.data.module import collate
 from ecospec.data.traces import Trace
 from ecospec.errors import InputError
-from ecospec.predictor.kinds.base import embedding_hash
-from ecospec.predictor.kinds.draft_mlp.head_inputs import FedTrace, fed_at_depths, read_fed, require_rollout
+from ecospec.predictor.kinds.draft_mlp.head_inputs import (
+    HeadInputTrace,
+    inputs_at_depths,
+    read_head_inputs,
+    require_rollout,
+)
+from ecospec.predictor.kinds.draft_mlp.model import DraftMLP, DraftMLPConfig, fingerprint
+from ecospec.predictor.kinds.linear.model import LinearConfig, LinearPredictor
 from ecospec.predictor.kinds.loading import kind_of, load_predictor, predictor_values
-from ecospec.predictor.kinds.rungs import DraftMLP, DraftMLPConfig, LinearConfig, LinearPredictor, fingerprint
+from ecospec.predictor.kinds.routing import embedding_hash
 from tests.test_drafter_rollout import H as F
 from tests.test_drafter_rollout import V, random_batch, small_head
 from tests.tiny import tiny_model
@@ -51,11 +57,13 @@ def random_trace(seed: int, T: int, vocab_size: int = V) -> Trace:
     return Trace(f"key{seed}", f"words/{seed}/0", "words", 0, "train", 2, ids_T, experts.astype(np.uint8))
 
 
-def fed_items(seed: int, lengths: tuple[int, ...] = (9, 5, 12)) -> list[FedTrace]:
+def head_input_items(seed: int, lengths: tuple[int, ...] = (9, 5, 12)) -> list[HeadInputTrace]:
     generator = torch.Generator().manual_seed(seed)
     items = [random_trace(seed + n, T) for n, T in enumerate(lengths)]
     return [
-        FedTrace(**vars(item), fed=torch.randn(STEPS + 1, len(item.input_ids), F, generator=generator).bfloat16())
+        HeadInputTrace(
+            **vars(item), head_inputs=torch.randn(len(item.input_ids), STEPS + 1, F, generator=generator).bfloat16()
+        )
         for item in items
     ]
 
@@ -74,16 +82,16 @@ def test_a_linear_probe_sees_each_token_alone(seed):
 def test_a_draft_mlp_sees_each_node_alone(seed):
     model = draft_mlp(seed)
     ids_BN = torch.randint(0, V, (2, 5), generator=torch.Generator().manual_seed(seed))
-    fed_BNF = torch.randn(2, 5, F)
-    whole_BNLE = model(ids_BN, fed_BNF)
-    assert torch.allclose(whole_BNLE[1, 3], model(ids_BN[1, 3], fed_BNF[1, 3]), atol=1e-6)
-    assert not torch.allclose(whole_BNLE[1, 3], model(ids_BN[1, 3], fed_BNF[1, 2]), atol=1e-3)
+    inputs_BNF = torch.randn(2, 5, F)
+    whole_BNLE = model(ids_BN, inputs_BNF)
+    assert torch.allclose(whole_BNLE[1, 3], model(ids_BN[1, 3], inputs_BNF[1, 3]), atol=1e-6)
+    assert not torch.allclose(whole_BNLE[1, 3], model(ids_BN[1, 3], inputs_BNF[1, 2]), atol=1e-3)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("make", (linear, draft_mlp))
 def test_what_is_learnt_of_a_padded_batch_is_what_is_learnt_of_its_samples(make, seed):
-    model, items = make(seed).eval(), fed_items(seed)
+    model, items = make(seed).eval(), head_input_items(seed)
     together, experts = model.read(batch := collate(items), batch.tokens())
     apart = [model.read(batch := collate([item]), batch.tokens()) for item in items]
     copies = len(together) // sum(len(item.input_ids) for item in items)
@@ -95,7 +103,7 @@ def test_what_is_learnt_of_a_padded_batch_is_what_is_learnt_of_its_samples(make,
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_in_training_a_draft_mlp_reads_each_position_at_one_depth_and_in_time_at_all(seed):
-    model, batch = draft_mlp(seed), collate(fed_items(seed))
+    model, batch = draft_mlp(seed), collate(head_input_items(seed))
     every, experts_XLK = model.eval().read(batch, batch.tokens())
     by_depth_ANH = every.unflatten(0, (STEPS + 1, -1))
     depths = set()
@@ -113,13 +121,13 @@ def test_a_saved_model_loads_as_its_kind_without_the_embedding_table(make, tmp_p
     model = make(1)
     model.save_pretrained(tmp_path)
     kind = {linear: "linear", draft_mlp: "draft_mlp"}[make]
-    assert kind_of(tmp_path) == kind
+    assert kind_of(tmp_path).name == kind
     assert predictor_values(tmp_path, kind)["num_experts"] == E
     with pytest.raises(InputError, match=f"holds a {kind} where footprints predictor need a predictor"):
         predictor_values(tmp_path, "predictor")
     loaded = load_predictor(tmp_path).attach_embedding(routing(1)[1])
-    ids_BN, fed_BNF = torch.arange(6)[None], torch.randn(1, 6, F)
-    arguments = (ids_BN, fed_BNF) if make is draft_mlp else (ids_BN,)
+    ids_BN, inputs_BNF = torch.arange(6)[None], torch.randn(1, 6, F)
+    arguments = (ids_BN, inputs_BNF) if make is draft_mlp else (ids_BN,)
     assert torch.equal(loaded(*arguments), model(*arguments))
     assert sum(p.numel() for p in loaded.parameters()) == sum(p.numel() for p in model.parameters())
 
@@ -142,7 +150,7 @@ def test_a_fingerprint_is_the_same_in_bfloat16(seed):
     assert fingerprint(head) == fingerprint(small_head(seed).bfloat16())
 
 
-def fed_by_hand(head, ids_T, features_TF, token: int, depth: int):
+def input_by_hand(head, ids_T, features_TF, token: int, depth: int):
     """What the head is fed at `token` when the text ends `depth` tokens earlier, one forward of the head at a time."""
     root = token - depth
     entered_TF, cache = head.enter(features_TF)[None], DynamicCache()
@@ -160,36 +168,36 @@ def fed_by_hand(head, ids_T, features_TF, token: int, depth: int):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_the_head_is_fed_along_a_text_is_what_a_decoder_feeds_it(seed):
     head, batch = small_head(seed), random_batch(seed, [8, 6])
-    fed_BATF = fed_at_depths(head, batch.ids_BT, batch.features_BTF, STEPS)
+    inputs_BTAF = inputs_at_depths(head, batch.ids_BT, batch.features_BTF, STEPS)
     for b, length in enumerate(batch.lengths_B.tolist()):
         for depth in range(STEPS + 1):
-            assert not fed_BATF[b, depth, : depth + 1].any()
+            assert not inputs_BTAF[b, : depth + 1, depth].any()
             for token in range(depth + 1, length):
-                expected_F = fed_by_hand(head, batch.ids_BT[b], batch.features_BTF[b], token, depth)
-                assert torch.allclose(fed_BATF[b, depth, token], expected_F, atol=1e-4), (b, depth, token)
+                expected_F = input_by_hand(head, batch.ids_BT[b], batch.features_BTF[b], token, depth)
+                assert torch.allclose(inputs_BTAF[b, token, depth], expected_F, atol=1e-4), (b, depth, token)
 
 
 @pytest.mark.parametrize("tokens", (1, 2, 3))
 def test_texts_shorter_than_a_draft_are_fed_as_far_as_they_go(tokens):
     head, batch = small_head(0), random_batch(0, [tokens])
-    fed_BATF = fed_at_depths(head, batch.ids_BT, batch.features_BTF, STEPS)
-    assert fed_BATF.shape == (1, STEPS + 1, tokens, F)
-    assert fed_BATF.isfinite().all()
+    inputs_BTAF = inputs_at_depths(head, batch.ids_BT, batch.features_BTF, STEPS)
+    assert inputs_BTAF.shape == (1, tokens, STEPS + 1, F)
+    assert inputs_BTAF.isfinite().all()
 
 
 def test_reading_gives_every_sample_its_own_rows():
     model, head = tiny_model("qwen3_moe"), small_head(0)
     head.feature_layers = (1, 2, 3)
     items = [random_trace(n, T) for n, T in enumerate((11, 4, 7))]
-    fed = read_fed(model, head, items, STEPS)
-    assert [item.sample_id for item in fed] == [item.sample_id for item in items]
-    for item in fed:
-        (alone,) = read_fed(model, head, [item_without_fed(item)], STEPS)
-        assert torch.allclose(item.fed.float(), alone.fed.float(), atol=2e-2)
+    read = read_head_inputs(model, head, items, STEPS)
+    assert [item.sample_id for item in read] == [item.sample_id for item in items]
+    for item in read:
+        (alone,) = read_head_inputs(model, head, [bare(item)], STEPS)
+        assert torch.allclose(item.head_inputs.float(), alone.head_inputs.float(), atol=2e-2)
 
 
-def item_without_fed(item: FedTrace) -> Trace:
-    return Trace(**{name: value for name, value in vars(item).items() if name != "fed"})
+def bare(item: HeadInputTrace) -> Trace:
+    return Trace(**{name: value for name, value in vars(item).items() if name != "head_inputs"})
 
 
 def test_a_head_whose_feedback_is_normed_cannot_be_rolled_out():

@@ -1,0 +1,1 @@
+"""The most used experts of each layer, whatever the token, counted from traces."""

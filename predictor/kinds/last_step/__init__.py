@@ -1,0 +1,1 @@
+"""The experts of the last token that went through the target."""

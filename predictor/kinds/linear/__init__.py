@@ -1,0 +1,1 @@
+"""A trained linear probe on the token alone."""
