@@ -38,7 +38,7 @@ def test_an_option_that_methods_give_themselves_is_refused_naming_them(option):
 def test_a_method_s_own_gamma_is_not_passed_over_in_silence(tmp_path):
     config = tmp_path / "own.yaml"
     config.write_text("methods:\n- {label: plain, drafter: none}\n- {label: mine, selection: {gamma: 2}}\n")
-    with pytest.raises(InputError, match=r"--selection.gamma: the methods mine give their own"):
+    with pytest.raises(InputError, match=r"gamma: the methods mine give their own"):
         evaluated("--config", str(config), "--gamma", "8")
     assert evaluated("--config", str(config))[1].selection.gamma == 2
 
@@ -53,7 +53,7 @@ def test_a_method_of_another_kind_inherits_the_shape_of_the_tree_alone():
     chosen = f'[{BASELINES}, {{"label": "lookup", "drafter": {{"kind": "prompt_lookup", "topk": 1}}}}]'
     (*_, plan) = evaluated("--drafter.path", "somewhere", "--drafter.steps", "5", "--methods", chosen)
     assert (plan.drafter.path, plan.drafter.steps, plan.drafter.topk) == (None, 5, 1)
-    with pytest.raises(InputError, match=r"--drafter.path somewhere: prompt_lookup does not read it"):
+    with pytest.raises(InputError, match=r"drafter somewhere: prompt_lookup does not read it"):
         evaluated("--drafter.path", "somewhere", "--drafter.kind", "prompt_lookup")
 
 

@@ -59,7 +59,7 @@ class RunContext:
         folders = {plan.trained_folder for plan in trained}
         named = {(plan.footprints, folder_name(plan.predictor.path)): plan.trained_folder for plan in trained}
         if len(named) < len(folders):
-            context = first_few(sorted(map(str, folders)))
+            shown = first_few(sorted(map(str, folders)))
             raise InputError(f"--predictor.path: the folders {shown} need different names")
         self.metrics = {key: read_json(folder / "metrics.json") for key, folder in named.items()}
         heads = [plan.drafter_kind.learnt_from(plan.drafter) for plan in plans if plan.baseline is None]
