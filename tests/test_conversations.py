@@ -178,7 +178,7 @@ def options(lab: Path, **changes: object) -> list[str]:
     return [word for key, value in values.items() for word in (f"--{key}", str(value))]
 
 
-METHODS = f'[{{"label": "EAGLE-3", "selection": {{"policy": "confidence"}}}}, {BASELINES}]'
+METHODS = f'[{{"label": "EAGLE-3"}}, {BASELINES}]'
 
 
 @pytest.fixture
