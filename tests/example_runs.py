@@ -14,13 +14,12 @@ import torch
 from ecospec.configs.schema import PredictorConfig
 from ecospec.data.prompts import Prompt
 from ecospec.inference.assemble import MethodPlan
-from ecospec.inference.config import DrafterConfig
+from ecospec.inference.config import DrafterConfig, SelectionConfig
 from ecospec.inference.decoding.statistics import Run, Step
 from ecospec.inference.evaluation.evaluate import Outcome
 from ecospec.inference.evaluation.lossless import Difference
 from ecospec.inference.replay.stepping import Combination
 from ecospec.inference.replay.treefile import Identity, Position, TreeSet
-from ecospec.inference.selection.config import SelectionConfig
 
 FOLDER = Path(__file__).parent / "example_run"
 L, E, K = 4, 16, 2
@@ -33,11 +32,15 @@ TARGET = SimpleNamespace(
     shape=SimpleNamespace(num_experts=E, top_k=K, layers=[1, 2, 3, 5]),
 )
 PLANS = [
-    MethodPlan("plain", "none", DrafterConfig(), SelectionConfig(), PredictorConfig()),
-    MethodPlan("stock", "hf_greedy", DrafterConfig(), SelectionConfig(), PredictorConfig()),
-    MethodPlan("EAGLE-3", None, DrafterConfig(), SelectionConfig("confidence"), PredictorConfig()),
-    MethodPlan("EcoSpec", None, DrafterConfig(), SelectionConfig("marginal"), PredictorConfig("runs/predictor")),
-    MethodPlan("EcoSpec", None, DrafterConfig(), SelectionConfig("marginal", gamma=2), PredictorConfig("lab")),
+    MethodPlan("plain", "none", DrafterConfig(steps=3, topk=2), SelectionConfig(), PredictorConfig()),
+    MethodPlan("stock", "hf_greedy", DrafterConfig(steps=3, topk=2), SelectionConfig(), PredictorConfig()),
+    MethodPlan("EAGLE-3", None, DrafterConfig(steps=3, topk=2), SelectionConfig("confidence"), PredictorConfig()),
+    MethodPlan(
+        "EcoSpec", None, DrafterConfig(steps=3, topk=2), SelectionConfig("marginal"), PredictorConfig("runs/predictor")
+    ),
+    MethodPlan(
+        "EcoSpec", None, DrafterConfig(steps=3, topk=2), SelectionConfig("marginal", gamma=2), PredictorConfig("lab")
+    ),
 ]
 SEEN = {"seen"}
 NOTICE = "Made up: <no> claim."
@@ -106,7 +109,9 @@ def trees() -> TreeSet:
     """Three prompts of two data sets, and one whose text ended with its first token."""
     generator, lengths = np.random.default_rng(11), {"a/0": 6, "a/1": 9, "b/0": 7, "b/1": 0}
     datasets = {prompt_id: prompt_id[0] for prompt_id in lengths}
-    identity = Identity("example", "hash", "eagle3", "lab", 0.0, 0, L, E, K, 2, 2, datasets, {"linear": "probe"})
+    identity = Identity(
+        "example", "hash", "eagle3", "lab", 0.0, 0, L, E, K, {"steps": 2, "topk": 2}, datasets, {"linear": "probe"}
+    )
     positions = [_position(generator, name, 4 + n) for name, length in lengths.items() for n in range(length)]
     return TreeSet(identity, positions, {"target": 0.5, "predictor": 0.125})
 
@@ -126,7 +131,8 @@ def _position(generator: np.random.Generator, prompt_id: str, number: int) -> Po
         np.array([0, 1, 0, 1], np.int16),
         np.array([first, 1 - first, first & second, 0], bool),
         np.zeros(4, np.float32),
-        *(np.sort(one, -1) for one in ids),
+        np.sort(ids[0], -1),
+        {"predictor": np.sort(ids[1], -1)},
     )
 
 

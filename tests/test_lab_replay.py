@@ -76,6 +76,6 @@ def test_shipped_footprints_keep_most_of_what_oracle_saves(tmp_path):
     combinations = [Combination("marginal", 4, source) for source in ("oracle", "predictor", "draft_mlp")]
     oracle, *shipped = replay(read_trees(tmp_path / "trees" / TREES), combinations)[-len(combinations) :]
     for run in shipped:
-        assert run["dataset"] == ALL and run["steps"] >= 1000
-        assert run["saving_kept"] >= 0.6 and run["saving_kept_interval"][0] >= 0.4, run["footprints"]
-        assert run["acceptance_length_regret"] >= -0.01 * oracle["acceptance_length"], run["footprints"]
+        assert run.dataset == ALL and run["steps"] >= 1000
+        assert run["saving_kept"] >= 0.6 and run["saving_kept_interval"][0] >= 0.4, run.footprints
+        assert run["acceptance_length_regret"] >= -0.01 * oracle["acceptance_length"], run.footprints

@@ -78,7 +78,7 @@ def test_a_text_that_ends_with_its_first_token_is_a_sample_without_steps():
     assert trees.record("code/0", ids_of("code/0"), **parts, **at.options) == []
     whole = recorded(True, False)
     kept = [position for position in whole.positions if position.prompt_id != "code/0"]
-    runs = {run["dataset"]: run for run in replay(TreeSet(whole.identity, kept), [Combination("confidence", 3)])}
+    runs = {run.dataset: run for run in replay(TreeSet(whole.identity, kept), [Combination("confidence", 3)])}
     assert (runs["code"]["samples"], runs["code"]["steps"], runs["code"]["acceptance_length"]) == (1, 0, None)
     assert (runs["all"]["samples"], runs["all"]["steps"]) == (3, runs["maths"]["steps"])
 

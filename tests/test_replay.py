@@ -95,7 +95,7 @@ def test_the_last_step_is_the_root_before_and_nothing_at_a_texts_first_position(
 @OPTIONS
 def test_regret_is_the_difference_from_oracle_at_the_same_policy_and_gamma(sampled):
     runs = replay(recorded(sampled, False), combinations(["confidence", "marginal", "global"], RUNGS, [1, 3, 5]))
-    of = {(run["dataset"], run["gamma"], run["selection"], run["footprints"]): run for run in runs}
+    of = {(run.dataset, run.gamma, run.selection, run.footprints): run for run in runs}
     names = ("acceptance_length", "active_experts")
     for (dataset, gamma, policy, footprints), run in of.items():
         if footprints is None:
@@ -142,7 +142,7 @@ def test_modelled_speed_is_tokens_over_what_a_step_reads():
     trees = recorded(True, True)
     timed = TreeSet(trees.identity, trees.positions, {"target": 4.0, "linear": 1.0})
     some = [Combination("confidence", 1), *(Combination("marginal", 4, name) for name in ("oracle", "linear"))]
-    plain, oracle, linear = (run for run in replay(timed, some) if run["dataset"] == "all")
+    plain, oracle, linear = (run for run in replay(timed, some) if run.dataset == "all")
     assert plain["modelled_speedup"] == plain["modelled_speedup_with_source"] == pytest.approx(dict.fromkeys(SHARES, 1))
     assert (plain["source_share"], oracle["source_share"], linear["source_share"]) == (0, None, 0.25)
     assert oracle["modelled_speedup_with_source"] is None
@@ -157,8 +157,8 @@ def test_modelled_speed_is_tokens_over_what_a_step_reads():
 def test_results_are_the_means_of_live_decoding_exactly(sampled):
     runs = replay(recorded(sampled, True), EVERY)
     for dataset in ("maths", "code", "all"):
-        for run in (run for run in runs if run["dataset"] == dataset):
-            one = Combination(run["selection"], run["gamma"], run["footprints"])
+        for run in (run for run in runs if run.dataset == dataset):
+            one = Combination(run.selection, run.gamma, run.footprints)
             names = [name for name in PROMPTS if dataset in (name.split("/")[0], "all")]
             steps = [step for name in names for step in live(session(sampled, True), name, one).steps]
             emitted = [step.emitted[0] for step in steps]
@@ -171,15 +171,15 @@ def test_results_are_the_means_of_live_decoding_exactly(sampled):
 
 def test_differences_are_paired_with_confidence_at_the_same_gamma():
     runs = replay(recorded(True, True), combinations(["confidence", "marginal"], ["oracle", "predictor"], [1, 3]))
-    assert [run["label"] for run in runs[:3]] == ["confidence", "marginal/oracle", "marginal/predictor"]
-    base = {(run["dataset"], run["gamma"]): run for run in runs if run["selection"] == "confidence"}
+    assert [run.label for run in runs[:3]] == ["confidence", "marginal/oracle", "marginal/predictor"]
+    base = {(run.dataset, run.gamma): run for run in runs if run.selection == "confidence"}
     for run in runs:
         for name in ("acceptance_length", "active_experts"):
             difference = run[f"{name}_difference"]
-            assert difference == pytest.approx(run[name] - base[run["dataset"], run["gamma"]][name])
+            assert difference == pytest.approx(run[name] - base[run.dataset, run.gamma][name])
             interval = run[f"{name}_difference_interval"]
             assert (interval is None) == (run["samples"] == 1)
-            if run["selection"] == "confidence" or run["gamma"] == 1:
+            if run.selection == "confidence" or run.gamma == 1:
                 assert difference == 0
                 assert interval in (None, [0, 0])
             elif interval:

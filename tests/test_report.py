@@ -14,7 +14,7 @@ import pytest
 
 from ecospec.errors import InputError
 from ecospec.inference.report.document import markdown_table, read_runs, render_html, write_report
-from ecospec.inference.report.numbers import make_tables, name_methods, pool_methods
+from ecospec.inference.report.numbers import ReportRow, by_setting, name_methods, pool_methods
 from ecospec.inference.report.tables import csv_text
 from ecospec.report.svg import nice_axis
 
@@ -106,6 +106,11 @@ def folder(tmp_path: Path) -> Path:
     return write_run_folder(tmp_path / "run", make_runs(), ladder=LADDER, notice=NOTICE)
 
 
+def as_rows(runs: list[dict]) -> list[ReportRow]:
+    """The runs as reports read them; a run may say itself which notice its folder has."""
+    return [ReportRow.from_json(run, run_folder="run", notice=run.get("notice"), raw=run) for run in runs]
+
+
 class Page(html.parser.HTMLParser):
     """Checks that tags balance, and collects table rows, attributes and text."""
 
@@ -144,7 +149,7 @@ def rows_titled(page: Page, title: str) -> list[list[str]]:
 
 
 def rendered(runs: list[dict]) -> str:
-    return render_html([{"run_folder": "run"} | run for run in runs], {"run": PROVENANCE}, LADDER)
+    return render_html(as_rows(runs), {"run": PROVENANCE}, LADDER)
 
 
 def test_three_files_are_written(folder: Path, tmp_path: Path) -> None:
@@ -187,8 +192,8 @@ def test_every_drawing_is_named_and_its_marks_lie_inside_it() -> None:
 
 
 def test_pooled_numbers_are_totals_over_totals() -> None:
-    pooled = pool_methods(name_methods(make_runs()))
-    eco = next(row for row in pooled if row["label"] == "EcoSpec" and row["temperature"] == 0.0)
+    pooled = pool_methods(name_methods(as_rows(make_runs())))
+    eco = next(row for row in pooled if row.label == "EcoSpec" and row.temperature == 0.0)
     alphas = (2.32, 2.32 * 1.15)
     steps = (1280 / alphas[0], 960 / alphas[1])
     step_seconds = (6.0 + 1.9 + 0.6 + 54.0 + 1.1 + 0.8) / 1000
@@ -208,7 +213,7 @@ def test_a_pooled_speedup_of_unequal_texts_is_the_ratio_of_two_throughputs() -> 
     plain = [make_run(METHODS[0], dataset, 0.0) for dataset in WEIGHTS]
     plain[0]["decode_seconds"], plain[0]["tokens_per_second"] = 10.0, 10.0
     plain[1]["decode_seconds"], plain[1]["tokens_per_second"] = 5.0, 60.0
-    pooled = {row["label"]: row for row in pool_methods(name_methods(fast + plain))}
+    pooled = {row.label: row for row in pool_methods(name_methods(as_rows(fast + plain)))}
     assert pooled["plain"]["tokens_per_second"] == pytest.approx(400 / 15)
     assert pooled["plain"]["speedup_vs_ar"] == pytest.approx(1.0)
     assert pooled["EAGLE-3"]["speedup_vs_ar"] == pytest.approx(pooled["EAGLE-3"]["tokens_per_second"] / (400 / 15))
@@ -216,30 +221,30 @@ def test_a_pooled_speedup_of_unequal_texts_is_the_ratio_of_two_throughputs() -> 
 
 def test_without_plain_decoding_there_is_no_pooled_speedup() -> None:
     runs = [run for run in make_runs() if run["label"] != "plain"]
-    assert all(row["speedup_vs_ar"] is None for row in pool_methods(name_methods(runs)))
+    assert all(row["speedup_vs_ar"] is None for row in pool_methods(name_methods(as_rows(runs))))
 
 
 def test_prompts_seen_in_training_are_shown_but_not_pooled() -> None:
     runs = [run | {"seen": run["dataset"] == "lab/code"} for run in make_runs()]
-    pooled = pool_methods(name_methods(runs))
-    assert {tuple(row["datasets"]) for row in pooled} == {("lab/maths",)}
+    pooled = pool_methods(name_methods(as_rows(runs)))
+    assert {row.datasets for row in pooled} == {("lab/maths",)}
     assert len(rows_titled(Page(rendered(runs)), "EcoSpec (seen in training)")) == 2
 
 
 def test_different_budgets_settings_and_predictors_are_never_pooled_together() -> None:
     budgets = [make_run(METHODS[2], dataset, 0.0, gamma) for dataset in WEIGHTS for gamma in (3, 4, 5)]
-    assert sorted(row["gamma"] for row in pool_methods(name_methods(budgets))) == [3, 4, 5]
+    assert sorted(row.gamma for row in pool_methods(name_methods(as_rows(budgets)))) == [3, 4, 5]
     predictors = [make_run(METHODS[2], d, 0.0) | {"predictor": name} for d in WEIGHTS for name in ("lab", "demo")]
-    names = [row["name"] for row in pool_methods(name_methods(predictors))]
+    names = [row.name for row in pool_methods(name_methods(as_rows(predictors)))]
     assert names == ["EcoSpec (predictor lab)", "EcoSpec (predictor demo)"]
     batches = [make_run(METHODS[2], dataset, 0.0) | {"batch_size": b} for dataset in WEIGHTS for b in (1, 2)]
-    assert len(make_tables(name_methods(batches))) == 2
+    assert len(by_setting(name_methods(as_rows(batches)))) == 2
 
 
 def test_a_row_pooled_over_fewer_data_sets_says_so() -> None:
     runs = [run for run in make_runs() if not (run["label"] == "random" and run["dataset"] == "lab/code")]
-    assert "random (1 of 2 sets)" in markdown_table(runs)
-    assert "EcoSpec (" not in markdown_table(runs)
+    assert "random (1 of 2 sets)" in markdown_table(as_rows(runs))
+    assert "EcoSpec (" not in markdown_table(as_rows(runs))
 
 
 def test_null_fields_are_dashes() -> None:
@@ -260,7 +265,7 @@ def test_plain_decoding_alone_makes_a_report() -> None:
 def test_a_run_without_steps_makes_a_report() -> None:
     run = make_run(METHODS[2], "lab/maths", 0.0)
     run |= {"steps": 0, "acceptance_length": None, "active_experts": None, "tokens": 20}
-    assert pool_methods(name_methods([run]))[0]["acceptance_length"] is None
+    assert pool_methods(name_methods(as_rows([run])))[0]["acceptance_length"] is None
     Page(rendered([run]))
 
 
@@ -285,24 +290,25 @@ def test_text_from_runs_is_escaped_everywhere() -> None:
     page = Page(rendered(runs))
     assert not {"b", "u"} & set(page.tags)
     assert len(rows_titled(page, evil)) == 6
-    table = markdown_table(runs)
+    table = markdown_table(as_rows(runs))
     assert "<b>" not in table
     cells = {len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines() if line.startswith("|")}
     assert len(cells) == 1
 
 
 def test_csv_gives_back_every_run(folder: Path) -> None:
-    runs = read_runs([folder])
+    rows = read_runs([folder])
+    runs = [{"run_folder": "run", "notice": NOTICE, **run} for run in make_runs()]
     texts = {key for run in runs for key, value in run.items() if isinstance(value, str)}
     back = [
         {key: None if cell == "" else cell if key in texts else json.loads(cell) for key, cell in row.items()}
-        for row in csv.DictReader(csv_text(runs).splitlines())
+        for row in csv.DictReader(csv_text(rows).splitlines())
     ]
     assert back == [{key: run.get(key) for key in back[0]} for run in runs]
 
 
 def test_markdown_has_a_row_for_each_run_and_each_pooled_method() -> None:
-    lines = markdown_table(make_runs()).splitlines()
+    lines = markdown_table(as_rows(make_runs())).splitlines()
     assert sum(line.startswith("| lab/") for line in lines) == len(make_runs())
     assert sum(line.startswith("| All data sets (2)") for line in lines) == 2 * len(METHODS)
 
@@ -344,7 +350,7 @@ def test_runs_of_several_folders_stay_apart(tmp_path: Path) -> None:
     second = write_run_folder(tmp_path / "b" / "run", make_runs(), ladder=LADDER)
     runs = read_runs([first, second])
     assert len(runs) == 2 * len(make_runs())
-    assert {run["run_folder"] for run in runs} == {str(first), str(second)}
+    assert {run.run_folder for run in runs} == {str(first), str(second)}
     Page(write_report([first, second], tmp_path / "out")[0].read_text())
 
 

@@ -6,6 +6,7 @@ Letters: T tokens, L MoE layers, E experts, K experts per token.
 import numpy as np
 import pytest
 
+from ecospec import bootstrap
 from ecospec.tracing.stats import agreement
 from ecospec.tracing.stats import counts as statistics
 from ecospec.tracing.stats.agreement import AgreementTally, shared_choices, summarise_agreement
@@ -233,7 +234,7 @@ def test_load_by_layer_counts_experts_that_are_used_at_all() -> None:
 
 
 def test_intervals_cover_the_true_mean_about_95_times_in_100(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(statistics, "RESAMPLES", 300)
+    monkeypatch.setattr(bootstrap, "RESAMPLES", 300)
     covered = []
     for seed in range(200):
         generator = np.random.default_rng(seed)

@@ -13,7 +13,7 @@ from ecospec.errors import InputError, first_few
 from ecospec.files import read_json, write_text
 from ecospec.inference.metrics.metric import RESULTS
 from ecospec.inference.metrics.phases import style_sheet
-from ecospec.inference.metrics.table import explained_metrics
+from ecospec.inference.metrics.table import explained_metrics, time_metrics
 from ecospec.inference.report.numbers import ReportRow, distinct, name_methods
 from ecospec.inference.report.plots import figures, ladder_figure
 from ecospec.inference.report.tables import (
@@ -111,10 +111,12 @@ def markdown_table(runs: Sequence[ReportRow]) -> str:
 
 
 def glossary() -> dict[str, str]:
-    """What the columns mean: those of counts and of speed, and at last the seconds of a step by phase."""
-    terms = [(metric.group == "times", metric.terms) for metric in explained_metrics()]
-    before, times = ({t: text for late, one in terms if late == which for t, text in one.items()} for which in (0, 1))
-    return before | SEEN | times | POOLED
+    """What the columns mean, the seconds of a step by phase at last."""
+    times = {metric.key for metric in time_metrics()}
+    early, late = {}, {}
+    for metric in explained_metrics():
+        (late if metric.key in times else early).update(metric.terms)
+    return early | SEEN | late | POOLED
 
 
 def _read_results(folder: Path) -> dict:

@@ -33,7 +33,7 @@ def figures(runs: Sequence[ReportRow]) -> str:
     rows, styles = pool_methods(runs), method_styles(runs)
     several, settings = several_folders(runs), by_setting(rows)
     by_gamma = [chosen for members in settings for chosen in _by_gamma(members)]
-    points = _having(settings, "acceptance_length")
+    points = _having(settings, "acceptance_length", "active_experts")
     layers, depths = _having(by_gamma, "active_experts_by_layer"), _having(by_gamma, "acceptance_by_depth")
     drawn = (
         _figure("Tokens per step against experts per step", _SCATTER, points, several, styles, tradeoff),
@@ -152,9 +152,9 @@ def _by_gamma(rows: Sequence[ReportRow]) -> list[list[ReportRow]]:
     return [[row for row in rows if row.gamma in (None, gamma)] for gamma in gammas] or [list(rows)]
 
 
-def _having(panels: Sequence[Sequence[ReportRow]], key: str) -> list[list[ReportRow]]:
-    """The panels with the rows whose `key` is neither null nor empty, without panels that have none."""
-    kept = [[row for row in rows if row[key]] for rows in panels]
+def _having(panels: Sequence[Sequence[ReportRow]], *keys: str) -> list[list[ReportRow]]:
+    """The panels with the rows of which no `keys` are null or empty, without panels that have none."""
+    kept = [[row for row in rows if all(row[key] for key in keys)] for rows in panels]
     return [rows for rows in kept if rows]
 
 
