@@ -13,6 +13,7 @@ from ecospec.errors import InputError, brief, first_few
 class Benchmark:
     """One benchmark. `question` and `answer` are fields of the hub's rows; a list in them holds several turns.
 
+    `row_id`: the field that names a row, where the hub's rows have one.
     `chat`: put the question as a chat message where the target has a template for it. `shots`: rows of the train split,
     from 0, that are shown with their answers before each question. `stand_in`: name of a file that serves where there
     is none of the benchmark's own name. `notice`: what the hub's rows and the stand-in lack.
@@ -22,6 +23,7 @@ class Benchmark:
     split: str
     question: str
     answer: str
+    row_id: str | None = None
     config: str | None = None
     template: str = "{prompt}"
     chat: bool = False
@@ -41,14 +43,15 @@ class Benchmark:
 
 COMPETITION = "Problem:\n{prompt}\n\nSolution:"
 BENCHMARKS = {
-    "humaneval": Benchmark("openai/openai_humaneval", "test", "prompt", "canonical_solution"),
-    "mmstar_text": Benchmark("Lin-Chen/MMStar", "val", "question", "answer", chat=True),
-    "mt_bench": Benchmark("HuggingFaceH4/mt_bench_prompts", "train", "prompt", "reference", chat=True),
+    "humaneval": Benchmark("openai/openai_humaneval", "test", "prompt", "canonical_solution", "task_id"),
+    "mmstar_text": Benchmark("Lin-Chen/MMStar", "val", "question", "answer", "index", chat=True),
+    "mt_bench": Benchmark("HuggingFaceH4/mt_bench_prompts", "train", "prompt", "reference", "prompt_id", chat=True),
     "amc22_24": Benchmark(
         "AI-MO/aimo-validation-amc",
         "train",
         "problem",
         "answer",
+        "id",
         template=COMPETITION,
         stand_in="amc22_23",
         notice="problems of 2022 and 2023 only; those of 2024 are absent",
@@ -67,30 +70,39 @@ BENCHMARKS = {
         "test",
         "problem",
         "answer",
+        "id",
         template="{prompt}\nPlease reason step by step, and put your final answer within \\boxed{}.",
         chat=True,
     ),
-    "math500": Benchmark("HuggingFaceH4/MATH-500", "test", "problem", "solution", template=COMPETITION),
+    "math500": Benchmark("HuggingFaceH4/MATH-500", "test", "problem", "solution", "unique_id", template=COMPETITION),
 }
 
 
 def hub_rows(benchmark: Benchmark, split: str) -> list[dict]:
-    """Rows of the hub's `split` in the form of our JSON Lines files: `prompt`, `reference`, `turns`, `reference_turns`.
+    """Rows of the hub's `split` as our JSON Lines files have them: `id`, `prompt`, `reference`, `turns` and so on.
 
     Raises InputError, naming what was sought, when it cannot be read or lacks a field.
     """
     import datasets
 
+    from ecospec.hub import hub_or_cache
+
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     fields = [benchmark.question, benchmark.answer]
     try:
-        rows = datasets.load_dataset(benchmark.hub, benchmark.config, split=split)
+        with hub_or_cache(benchmark.hub):
+            rows = datasets.load_dataset(benchmark.hub, benchmark.config, split=split)
     except (OSError, RuntimeError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise InputError(f"the hub's {benchmark.source(split)} cannot be read ({brief(error)})") from None
     if absent := set(fields) - set(rows.column_names):
         raise InputError(f"the hub's {benchmark.source(split)} has no field {first_few(sorted(absent))}")
-    return [_as_file_row(row[benchmark.question], row[benchmark.answer]) for row in rows.select_columns(fields)]
+    if benchmark.row_id in rows.column_names:
+        fields.append(benchmark.row_id)
+    return [
+        {"id": row.get(benchmark.row_id)} | _as_file_row(row[benchmark.question], row[benchmark.answer])
+        for row in rows.select_columns(fields)
+    ]
 
 
 def _as_file_row(question: str | list[str], answer: str | float | list[str] | None) -> dict:

@@ -2,20 +2,25 @@
 
 A JSON Lines file has `prompt` in each row and may have `answer` (or `reference`, where there is no `answer`); rows of
 several turns list them in `turns`, of which `prompt` repeats the first, and may give `reference_turns`, an answer (or
-null) for each. A benchmark's questions come in its own template, and their answers are the `reference` alone.
+null) for each. A row's own name is its `id` (or `question_id`, or `task_id`), a text or a whole number, which no other
+row of the file has. A benchmark's questions come in its own template, and their answers are the `reference` alone.
 """
 
+import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
+from typing import Literal
 
 from ecospec.configs.schema import PromptConfig
 from ecospec.data.benchmarks import BENCHMARKS, Benchmark, hub_rows
+from ecospec.data.lab import LAB, shipped
 from ecospec.errors import InputError, brief
 
+TRAIN_PERCENT = 80
+ID_KEYS = ("id", "question_id", "task_id")
 log = logging.getLogger(__name__)
 
 
@@ -24,7 +29,8 @@ class Prompt:
     """One question as the target sees it; `row` counts from 0 within its data set's file.
 
     `chat`: its data set is made for a chat template. A later turn `follows` the sample of the turn before, and has no
-    `history` (question, answer, question, answer, …) until `after` gives it one.
+    `history` (question, answer, question, answer, …) until `after` gives it one. `source_id` is the name that the row
+    has in the user's own data, where it has one; all turns of the row share it.
     """
 
     sample_id: str
@@ -36,6 +42,13 @@ class Prompt:
     chat: bool = False
     follows: str | None = None
     history: tuple[str, ...] = ()
+    source_id: str | None = None
+
+
+def split_of(dataset: str, row: int) -> Literal["train", "test"]:
+    """`train` for 80 % of the rows, else `test`: by sha256 of `dataset/row`, so that all turns fall together."""
+    digest = hashlib.sha256(f"{dataset}/{row}".encode()).hexdigest()
+    return "train" if int(digest, 16) % 100 < TRAIN_PERCENT else "test"
 
 
 def answered(prompt: Prompt, answer: str) -> tuple[str, ...]:
@@ -74,9 +87,8 @@ def known_datasets(data_dir: str | None = None) -> dict[str, Path]:
 
     Raises InputError when `data_dir` is not a folder.
     """
-    shipped = Path(str(resources.files("ecospec.data.lab"))) / "prompts"
     datasets = {}
-    for path in sorted(shipped.glob("*.jsonl")):
+    for path in sorted(shipped(LAB, "prompts").glob("*.jsonl")):
         domain, part, _ = path.name.split(".")
         datasets[f"lab/train/{domain}" if part == "train" else f"lab/{domain}"] = path
     if data_dir is not None:
@@ -92,12 +104,23 @@ class _Row:
 
     texts: tuple[str, ...]
     answers: tuple[str | None, ...]
+    source_id: str | None = None
 
 
 def _turns(dataset: str, number: int, row: _Row, chat: bool) -> Iterator[Prompt]:
     follows = None
     for turn, (text, answer) in enumerate(zip(row.texts, row.answers, strict=True)):
-        prompt = Prompt(f"{dataset}/{number}/{turn}", dataset, number, turn, text, answer, chat, follows)
+        prompt = Prompt(
+            sample_id=f"{dataset}/{number}/{turn}",
+            dataset=dataset,
+            row=number,
+            turn=turn,
+            text=text,
+            answer=answer,
+            chat=chat,
+            follows=follows,
+            source_id=row.source_id,
+        )
         follows = prompt.sample_id
         yield prompt
 
@@ -153,7 +176,7 @@ def _split_rows(
     except InputError as error:
         sought = f"is not in --data_dir {data_dir}" if data_dir else "no --data_dir was given to look in"
         raise InputError(f"{file}.jsonl: {sought}, and {error}; put it in a folder and give --data_dir") from None
-    return [_row(row, f"{benchmark.source(split)}, row {n}", ("reference",)) for n, row in enumerate(rows)]
+    return _rows(((f"{benchmark.source(split)}, row {n}", row) for n, row in enumerate(rows)), ("reference",))
 
 
 def _file_rows(path: Path, answers: tuple[str, ...] = ("answer", "reference")) -> list[_Row]:
@@ -169,7 +192,19 @@ def _file_rows(path: Path, answers: tuple[str, ...] = ("answer", "reference")) -
         raise InputError(f"{path}: holds no prompts; write one JSON object with `prompt` on each line")
     if path.suffix.lower() not in (".jsonl", ".json"):
         return [_Row((line.removesuffix("\r"),), (None,)) for _, line in filled]
-    return [_row(_parsed(line, where), where, answers) for where, line in filled]
+    return _rows(((where, _parsed(line, where)) for where, line in filled), answers)
+
+
+def _rows(found: Iterable[tuple[str, object]], answer_keys: tuple[str, ...]) -> list[_Row]:
+    """The rows of one file, given where each stands and its values. Raises InputError where two have the same id."""
+    rows, places = [], {}
+    for where, values in found:
+        row = _row(values, where, answer_keys)
+        if row.source_id is not None and row.source_id in places:
+            raise InputError(f"{places[row.source_id]} and {where}: both have the id {row.source_id}; rename one")
+        places[row.source_id] = where
+        rows.append(row)
+    return rows
 
 
 def _parsed(line: str, where: str) -> object:
@@ -194,11 +229,22 @@ def _row(values: object, where: str, answer_keys: tuple[str, ...]) -> _Row:
     if not _are_texts(references, str | None) or len(references) != len(turns):
         raise InputError(f"{where}: `reference_turns` must be a list of a text or null for each turn; mend it")
     answers = (references[0] if answer is None else answer, *references[1:])
-    if any("\ud800" <= character <= "\udfff" for text in (*turns, *answers) for character in text or ""):
+    source_id = _source_id(values, where)
+    if any("\ud800" <= character <= "\udfff" for text in (*turns, *answers, source_id) for character in text or ""):
         raise InputError(
             f"{where}: holds half of a surrogate pair (\\ud800 to \\udfff), which is no text; mend the line"
         )
-    return _Row(tuple(turns), answers)
+    return _Row(tuple(turns), answers, source_id)
+
+
+def _source_id(values: dict, where: str) -> str | None:
+    """The row's own name as text: the first of `ID_KEYS` that is there."""
+    key = next((key for key in ID_KEYS if values.get(key) is not None), None)
+    if key is None:
+        return None
+    if not isinstance(values[key], str | int) or isinstance(values[key], bool):
+        raise InputError(f"{where}: `{key}` must be a text or a whole number, not {type(values[key]).__name__}")
+    return str(values[key])
 
 
 def _are_texts(values: object, kind: type = str) -> bool:

@@ -4,7 +4,7 @@ Letters: T tokens, L MoE layers, E experts, K experts per token.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -12,8 +12,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ecospec.data.lab import shipped
 from ecospec.errors import DamageError, InputError
-from ecospec.tracing.store.layout import MANIFEST, decode_experts, open_part, read_manifest, reading
+from ecospec.tracing.store.layout import COLUMNS, MANIFEST, decode_experts, open_part, reading
+from ecospec.tracing.store.manifest import Manifest
 
 if TYPE_CHECKING:
     import datasets
@@ -22,7 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """One sequence: `input_ids` int32 [T], its first `prompt_len` the prompt; `experts` [T, L, K], ascending."""
+    """One sequence: `input_ids` int32 [T], its first `prompt_len` the prompt; `experts` [T, L, K], ascending.
+
+    `source_id` is the prompt row's own id in the user's data, None where it had none. Traces are equal when all their
+    fields are, arrays by value.
+    """
 
     key: str
     sample_id: str
@@ -32,6 +38,15 @@ class Trace:
     prompt_len: int
     input_ids: np.ndarray
     experts: np.ndarray
+    source_id: str | None = field(default=None, kw_only=True)
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return all(_same(getattr(self, item.name), getattr(other, item.name)) for item in fields(self))
+
+    def __hash__(self) -> int:
+        return hash(self.key)
 
     @property
     def columns(self) -> "Mapping[str, Tensor]":
@@ -48,7 +63,7 @@ class Traces(Protocol):
     num_layers: int
     num_experts: int
     top_k: int
-    manifest: dict
+    manifest: Manifest
 
     def __len__(self) -> int: ...
 
@@ -64,13 +79,13 @@ class TraceSet(Sequence[Trace]):
     """
 
     def __init__(self, folder: str | Path, split: Literal["train", "test"] | None = None) -> None:
-        self.folder = Path(folder)
-        self.manifest = read_manifest(folder)
-        self.num_layers: int = len(self.manifest["moe_layers"])
-        self.num_experts: int = self.manifest["num_experts"]
-        self.top_k: int = self.manifest["top_k"]
+        self.folder = shipped(folder, "traces") or Path(folder)
+        self.manifest = Manifest.read(self.folder)
+        self.num_layers = self.manifest.num_layers
+        self.num_experts = self.manifest.num_experts
+        self.top_k = self.manifest.top_k
         self.split = split
-        self._rows = [row for part in self.manifest["parts"] for row in _rows_of(self.folder / part["file"], split)]
+        self._rows = [row for part in self.manifest.parts for row in _rows_of(self.folder / part.file, split)]
         self._footer: tuple[Path, pq.FileMetaData] | None = None  # of the open part: parsing it again takes long
         self._group: tuple[Path, int] | None = None
         self._table: pa.Table | None = None
@@ -98,9 +113,10 @@ class TraceSet(Sequence[Trace]):
         """
         import datasets
 
-        paths = [str(self.folder / part["file"]) for part in self.manifest["parts"]]
+        paths = [str(self.folder / part.file) for part in self.manifest.parts]
         filters = None if self.split is None else [("split", "==", self.split)]
-        return datasets.Dataset.from_parquet(paths, filters=filters).with_transform(self._decoded)
+        columns = datasets.Features.from_arrow_schema(COLUMNS)  # parts of one folder may differ: old ones lack one
+        return datasets.Dataset.from_parquet(paths, features=columns, filters=filters).with_transform(self._decoded)
 
     def _decoded(self, columns: dict[str, list]) -> dict[str, list]:
         if "experts" not in columns:
@@ -117,8 +133,15 @@ class TraceSet(Sequence[Trace]):
         return Trace(**{n: value.as_py() for n, value in values.items()}, input_ids=input_ids, experts=experts)
 
 
+def _same(value: object, other: object) -> bool:
+    """Equality as one answer, of arrays and tensors too."""
+    if not hasattr(value, "shape"):
+        return value == other
+    return value.shape == other.shape and bool((value == other).all())
+
+
 def read_traces(folder: str | Path, split: Literal["train", "test"] | None = None) -> TraceSet:
-    """The traces of `folder`, all or those of one split.
+    """The traces of `folder`, all or those of one split; the word `lab` is the shipped lab's.
 
     Raises InputError when the folder is no complete trace folder, DamageError when a listed part is missing or
     damaged; the returned set raises DamageError on access to a damaged sample.

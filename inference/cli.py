@@ -35,10 +35,11 @@ def generate(config: GenerateConfig) -> None:
 
     from ecospec.inference.api import EcoSpecDecoder
     from ecospec.inference.assemble import PartsLoader, plan_methods
-    from ecospec.inference.evaluation.evaluate import sample_seed, sampling_options
+    from ecospec.inference.evaluation.evaluate import sampling_options
     from ecospec.inference.evaluation.runfolder import prompts_in_context
     from ecospec.inference.evaluation.turns import Turns
     from ecospec.inference.preflight import preflight
+    from ecospec.seeds import sample_seed
     from ecospec.tracing.target.loading import load_target
     from ecospec.tracing.target.requests import prompt_ids
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ecospec.data.traces import Trace, Traces
+from ecospec.tracing.store.manifest import Manifest
 
 
 @dataclass(frozen=True)
@@ -14,7 +15,7 @@ class Samples(Sequence[Trace]):
     num_layers: int
     num_experts: int
     top_k: int
-    manifest: dict
+    manifest: Manifest
 
     def __len__(self) -> int:
         return len(self.items)

@@ -14,6 +14,7 @@ from ecospec.predictor.kinds.predictor.fresh import new_predictor as predictor_o
 from ecospec.predictor.kinds.predictor.model import ExpertPredictor
 from ecospec.predictor.training import task
 from ecospec.predictor.training.fit import fit
+from ecospec.tracing.store.manifest import Manifest, PartFile, PromptSource, SampleCounts, TracedTarget
 from ecospec.tracing.target.loading import MoeShape
 
 L, E, K, V, D = 2, 12, 3, 24, 16
@@ -24,7 +25,16 @@ TABLE = torch.randn(V, D, generator=torch.Generator().manual_seed(5))
 
 class MemoryTraces(list):
     num_layers, num_experts, top_k = L, E, K
-    manifest = {"parts": [{"sha256": "of these"}], "prompts": [{"dataset": "synthetic"}], "target": {}}  # noqa: RUF012
+    manifest = Manifest(
+        target=TracedTarget(name="synthetic", config_sha256="hash"),
+        moe_layers=[0, 1],
+        num_experts=E,
+        top_k=K,
+        id_dtype="uint8",
+        prompts=[PromptSource(dataset="synthetic", samples=60)],
+        samples=SampleCounts(60, 0),
+        parts=[PartFile("part-0.parquet", 60, "of these")],
+    )
 
 
 def learnable_traces(seed: int, samples: int = 60, T: int = 16) -> MemoryTraces:

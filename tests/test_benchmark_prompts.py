@@ -46,6 +46,8 @@ def folder(tmp_path: Path) -> Path:
         row = {"prompt": QUESTION, "answer": "short", "reference": "worked"}
         if name == "mt_bench":
             row |= {"turns": [QUESTION, "And then?"], "reference_turns": ["worked", "more"]}
+        if benchmark.row_id:
+            row |= {"id": f"{name}/7"}
         write_rows(tmp_path / f"{benchmark.stand_in or name}.jsonl", [row, {"prompt": "plain"}])
     write_rows(tmp_path / "gsm8k_train.jsonl", train_rows("prompt", "reference"))
     return tmp_path
@@ -59,6 +61,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         question, answer = benchmark.question, benchmark.answer
         several = {question: [QUESTION, "And then?"], answer: ["worked", "more"]}
         row = several if name == "mt_bench" else {question: QUESTION, answer: "worked"}
+        row |= {benchmark.row_id: f"{name}/7"} if benchmark.row_id else {}
         where = tmp_path / "hub" / name
         if benchmark.shots:
             write_rows(where / "train.jsonl", train_rows(question, answer))
@@ -109,6 +112,13 @@ def test_both_turns_of_mt_bench_are_read(folder: Path) -> None:
     first, second, alone = read("mt_bench", folder)
     assert (second.text, second.answer, second.follows) == ("And then?", "more", first.sample_id)
     assert alone.follows is None
+
+
+@EVERY
+def test_all_turns_of_a_question_have_its_id_where_the_benchmark_gives_one(name: str, folder: Path, hub: Path) -> None:
+    expected = {None if name == "gsm8k" else f"{name}/7"}
+    assert {prompt.source_id for prompt in read(name, folder) if prompt.row == 0} == expected
+    assert {prompt.source_id for prompt in read(name)} == expected
 
 
 def test_other_names_of_the_folder_are_used_as_they_are(folder: Path) -> None:

@@ -13,7 +13,7 @@ from ecospec.errors import InputError
 from ecospec.inference import EcoSpecDecoder
 from ecospec.inference.cli import main
 from ecospec.inference.evaluation import runfolder
-from ecospec.inference.evaluation.evaluate import sample_seed
+from ecospec.seeds import sample_seed
 from ecospec.tracing.cli import main as trace
 from ecospec.tracing.target.loading import load_target
 from tests.decode_lab import BASELINES, PROMPTS, methods, options, save_head, save_predictor, save_rung

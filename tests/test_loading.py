@@ -11,7 +11,7 @@ from ecospec.inference.cli import main
 from ecospec.inference.decoding.generation import generate_with
 from ecospec.inference.decoding.method import Method
 from ecospec.tracing.target import loading
-from ecospec.tracing.target.loading import part_folder
+from ecospec.tracing.target.names import part_folder
 from tests.tiny import tiny_config
 
 
@@ -68,6 +68,6 @@ def test_a_drafter_that_is_neither_here_nor_on_the_hub_is_named(monkeypatch):
     def offline(name, **_):
         raise OSError("offline")
 
-    monkeypatch.setattr("ecospec.tracing.target.loading.snapshot_download", offline)
+    monkeypatch.setattr("ecospec.tracing.target.names.snapshot_download", offline)
     with pytest.raises(InputError, match=r"drafter nobody/nothing: no such folder, and not to be had"):
         part_folder("nobody/nothing", "drafter")

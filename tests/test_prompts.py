@@ -48,6 +48,44 @@ def test_an_answer_is_answer_or_else_reference(tmp_path: Path) -> None:
     assert [p.answer for p in read_prompts(PromptConfig(prompts=str(path)))] == ["x", "y", None]
 
 
+def test_a_row_keeps_the_id_that_the_user_gave_it(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "a", "id": "mine/ü 1", "question_id": 5},
+        {"prompt": "b", "question_id": 81, "turns": ["b", "c"]},
+        {"prompt": "d", "id": None, "task_id": "HumanEval/0"},
+        {"prompt": "e"},
+        {"prompt": "f", "id": 0},
+    ]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    found = [(p.sample_id, p.source_id) for p in read_prompts(PromptConfig(prompts=str(path)))]
+    assert found == [
+        ("a/0/0", "mine/ü 1"),
+        ("a/1/0", "81"),
+        ("a/1/1", "81"),
+        ("a/2/0", "HumanEval/0"),
+        ("a/3/0", None),
+        ("a/4/0", "0"),
+    ]
+    (tmp_path / "a.txt").write_text("a prompt\n")
+    assert [p.source_id for p in read_prompts(PromptConfig(prompts=str(tmp_path / "a.txt")))] == [None]
+
+
+@pytest.mark.parametrize(("first", "second"), [({"id": "x"}, {"id": "x"}), ({"id": 7}, {"task_id": "7"})])
+def test_an_id_that_two_rows_have_is_refused_with_both_lines(tmp_path: Path, first: dict, second: dict) -> None:
+    path = tmp_path / "a.jsonl"
+    rows = [{"prompt": "a"} | first, {"prompt": "b"}, {"prompt": "a"} | second]
+    path.write_text("\n\n".join(map(json.dumps, rows)))
+    message = refused(PromptConfig(prompts=str(path), samples=1))
+    assert f"{path}, line 1 and {path}, line 5" in message
+
+
+def test_the_same_id_in_two_files_is_two_samples(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_rows(tmp_path / f"{name}.jsonl", [{"prompt": name, "id": 1}])
+    prompts = read_prompts(PromptConfig(datasets=["a", "b"], data_dir=str(tmp_path)))
+    assert [(p.dataset, p.source_id) for p in prompts] == [("a", "1"), ("b", "1")]
+
+
 def test_a_text_file_is_a_prompt_a_line(tmp_path: Path) -> None:
     path = tmp_path / "p.txt"
     path.write_bytes(b"first\r\n\n  second\n")
@@ -133,6 +171,10 @@ def test_prompts_win_over_datasets(tmp_path: Path) -> None:
         ('{"prompt": "a", "reference_turns": [7]}', "`reference_turns`"),
         ('{"prompt": "a\\ud800b"}', "surrogate pair"),
         ('{"prompt": "a", "answer": "\\udfff"}', "surrogate pair"),
+        ('{"prompt": "a", "id": "\\udfff"}', "surrogate pair"),
+        ('{"prompt": "a", "id": true}', "`id`"),
+        ('{"prompt": "a", "question_id": 1.5}', "`question_id`"),
+        ('{"prompt": "a", "task_id": ["x"]}', "`task_id`"),
     ],
 )
 def test_a_bad_row_is_named_by_its_line_number(tmp_path: Path, line: str, problem: str) -> None:

@@ -7,6 +7,7 @@ import csv
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from ecospec.predictor.training import module as training
 from ecospec.predictor.training.checkpoints import Checkpoints, finish, start_afresh, training_folder
 from ecospec.predictor.training.fit import fit
 from ecospec.predictor.training.module import PredictorModule
+from ecospec.tracing.store.manifest import PartFile
 from tests.learnable import TABLE, D, E, K, L, MemoryTraces, V, learnable_traces, options, trained
 
 F, STEPS = 10, 3  # width of a draft head, and how deep it drafts
@@ -243,7 +245,7 @@ def test_another_run_is_not_resumed(change, named, tmp_path, monkeypatch):
     with pytest.raises(InputError, match=named):
         trained(learnable_traces(0), options(**common | change))
     other = learnable_traces(0)
-    other.manifest = {"parts": [{"sha256": "of others"}]}
+    other.manifest = replace(other.manifest, parts=[PartFile("part-0.parquet", 60, "of others")])
     with pytest.raises(InputError, match="traces"):
         trained(other, options(**common))
 

@@ -4,30 +4,37 @@ import dataclasses
 import json
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from ecospec.configs.schema import PredictorConfig, PromptConfig, TargetConfig
 from ecospec.data import read_traces
+from ecospec.data.lab import shipped
 from ecospec.data.lab.recipe.card import shipped_weights
-from ecospec.data.prompts import read_prompts
+from ecospec.data.prompts import known_datasets, read_prompts
+from ecospec.errors import InputError
 from ecospec.inference.assemble import MethodPlan, PartsLoader, plan_methods
 from ecospec.inference.config import DrafterConfig, EvalConfig, MethodConfig, SelectionConfig
 from ecospec.inference.decoding.generation import generate_with
-from ecospec.inference.evaluation.evaluate import evaluate, sample_seed, sampling_options
+from ecospec.inference.evaluation.evaluate import evaluate, sampling_options
 from ecospec.inference.replay.command import TREES
 from ecospec.inference.replay.treefile import read_trees
 from ecospec.predictor.config import EvaluateConfig
 from ecospec.predictor.evaluation.evaluate import evaluate_predictor
 from ecospec.predictor.kinds import trained_kinds
+from ecospec.predictor.training.task import open_target_traces
+from ecospec.seeds import sample_seed
+from ecospec.tracing.cli import main
 from ecospec.tracing.stats.counts import Tally, summarise
 from ecospec.tracing.store.check import check_folder
-from ecospec.tracing.target.loading import lab_folder, load_target
+from ecospec.tracing.target.loading import load_target
+from ecospec.tracing.target.names import part_folder, resolve_target
 
 MIB = 2**20
 NEW_TOKENS = 64
 DOMAINS = ("maths", "code", "terms", "prose")
-CARD = lab_folder("card.json")
+CARD = shipped("lab", "card.json")
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +124,7 @@ def test_the_target_has_the_promised_shape(target):
     assert len(target.shape.layers) >= 8
     assert target.shape.num_experts >= 64
     assert target.shape.top_k == 8
-    assert (lab_folder("target") / "model.safetensors").stat().st_size <= 16 * MIB
+    assert (shipped("lab", "target") / "model.safetensors").stat().st_size <= 16 * MIB
     assert target.model.config.max_position_embeddings == 2048
 
 
@@ -143,14 +150,14 @@ def test_prompts_are_enough_distinct_and_apart():
 
 
 def test_on_traces_it_was_not_trained_on_the_shipped_predictor_beats_the_token_table_by_ten_points():
-    metrics = evaluate_predictor(EvaluateConfig(traces=str(lab_folder("traces"))))
+    metrics = evaluate_predictor(EvaluateConfig(traces=str(shipped("lab", "traces"))))
     assert metrics.numbers.overlap >= 0.88
     assert metrics.numbers.overlap >= metrics.others["token"].overlap + 0.10
 
 
 def test_the_shipped_traces_are_sound_and_show_locality():
-    check_folder(lab_folder("traces"))
-    traces = read_traces(lab_folder("traces"))
+    check_folder(shipped("lab", "traces"))
+    traces = read_traces(shipped("lab", "traces"))
     tally = Tally.empty(traces.num_layers, traces.num_experts, traces.top_k)
     for trace in traces:
         tally.add(trace.experts)
@@ -158,8 +165,39 @@ def test_the_shipped_traces_are_sound_and_show_locality():
     assert union["mean"] < 0.92 * union["chance"]
 
 
+def test_the_shipped_traces_are_what_tracing_their_prompts_again_gives(tmp_path):
+    """Column by column; keys also depend on settings that had no name when the lab was traced."""
+    words = ["run", "--config", "lab/trace", "--datasets", "lab/train/terms", "--samples", "2"]
+    assert main([*words, "--output", str(tmp_path / "t")]) == 0
+    (part,) = shipped("lab", "traces").glob("part-*")
+    old = pq.read_table(part)
+    columns = [name for name in old.column_names if name != "key"]
+    assert columns == ["sample_id", "dataset", "turn", "input_ids", "prompt_len", "experts", "split"]
+    again = pq.read_table(next((tmp_path / "t").glob("part-*")))
+    rows = {row["sample_id"]: row for row in old.select(columns).to_pylist()}
+    assert [rows[row["sample_id"]] for row in again.to_pylist()] == again.select(columns).to_pylist()
+    assert set(again["source_id"].to_pylist()) == {"terms-train-000", "terms-train-001"}
+
+
+def test_lab_is_the_word_for_every_part_that_is_shipped(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lab" / "traces").mkdir(parents=True)
+    assert main(["check", "lab"]) == 0
+    assert "sound; 160 samples" in capsys.readouterr().out
+    assert read_traces("lab").folder == shipped("lab", "traces")
+    assert open_target_traces(EvaluateConfig(traces="lab")).folder == shipped("lab", "traces")
+    assert resolve_target("lab") == str(shipped("lab", "target"))
+    assert part_folder("lab", "drafter") == shipped("lab", "drafter")
+    assert part_folder("lab/linear", "predictor") == shipped("lab", "linear")
+    assert known_datasets()["lab/maths"].parent == shipped("lab/prompts")
+    for other in (Path("lab"), "./lab", "labs", "lab/nothing", "some/lab"):
+        assert shipped(other, "traces") is None, "a folder or hub id of one's own"
+    with pytest.raises(InputError, match="no manifest"):
+        read_traces(Path("lab"))
+
+
 def test_the_shipped_trees_are_the_train_prompts_of_the_shipped_target(target):
-    trees = read_trees(lab_folder("trees") / TREES)
+    trees = read_trees(shipped("lab", "trees") / TREES)
     assert trees.identity.target_config_sha256 == target.config_sha256
     assert trees.identity.counts == target.shape.counts
     assert {name.split("/")[1] for name in trees.spans} == {"train"}

@@ -1,18 +1,23 @@
 """Whatever reads a trace folder, by our code or not, finds the ids that were written."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
 import duckdb
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from torch.utils.data import DataLoader
 
 from ecospec.data.traces import read_traces
 from ecospec.files import read_json
+from ecospec.tracing.store.check import check_folder
 from ecospec.tracing.store.export import export_tokens
-from tests.trace_folders import complete_folder, row
+from ecospec.tracing.store.folder import TraceFolder
+from ecospec.tracing.store.layout import COLUMNS
+from tests.trace_folders import KEYS, complete_folder, header, rewrite_part, row
 
 
 @pytest.fixture
@@ -67,3 +72,45 @@ def test_duckdb_reads_the_ids_by_the_manifest_alone(folder: Path) -> None:
 def test_a_slice_is_the_samples_of_its_places(folder: Path) -> None:
     traces = read_traces(folder)
     assert [trace.key for trace in traces[1:5:2]] == [traces[1].key, traces[3].key]
+
+
+@pytest.fixture
+def named(tmp_path: Path) -> Path:
+    """A trace folder of two parts: one from before rows had a `source_id`, one in which a row has it."""
+    opened = TraceFolder(tmp_path, header(samples=3))
+    opened.add([row(0)])
+    opened.commit()
+    opened.add([row(1) | {"source_id": "mine/1"}, row(2)])
+    opened.finalise(KEYS[:3])
+    old = [part["rows"] for part in read_json(tmp_path / "manifest.json")["parts"]].index(1)
+    rewrite_part(tmp_path, lambda rows: pa.Table.from_pylist(rows, COLUMNS).drop_columns("source_id"), old)
+    return tmp_path
+
+
+def test_a_row_s_own_id_comes_back_and_its_column_may_be_absent(
+    named: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_folder(named)
+    expected = {KEYS[0]: None, KEYS[1]: "mine/1", KEYS[2]: None}
+    assert {trace.key: trace.source_id for trace in read_traces(named)} == expected
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    assert {found["key"]: found["source_id"] for found in read_traces(named).to_datasets()} == expected
+    export_tokens(named, tmp_path / "sql")
+    rows = pq.read_table(tmp_path / "sql/tokens.parquet", columns=["sample_id", "source_id"]).to_pylist()
+    assert {(found["sample_id"], found["source_id"]) for found in rows} == {
+        ("lab/maths/0/0", None),
+        ("lab/maths/1/0", "mine/1"),
+        ("lab/maths/2/0", None),
+    }
+
+
+def test_traces_are_equal_when_all_that_they_hold_is(folder: Path) -> None:
+    traces, again = list(read_traces(folder)), list(read_traces(folder))
+    assert traces == again and set(traces) == set(again)
+    assert len(set(traces)) == len(traces)
+    experts = traces[0].experts.copy()
+    experts[-1, -1] = experts[-1, -1, ::-1]
+    changes = [{"experts": experts}, {"input_ids": traces[0].input_ids[:-1]}, {"source_id": "x"}, {"key": "y"}]
+    for change in changes:
+        assert replace(traces[0], **change) != traces[0]
+    assert traces[0] != traces[0].key

@@ -29,7 +29,7 @@ SAMPLED = ["--temperature", "1.0", "--top-p", "0.9", "--seed", "3"]
 DRIVER = """
 import os, signal, sys
 from pathlib import Path
-from ecospec.tracing.store import folder as store
+from ecospec.tracing.store import folder as store, manifest
 from ecospec.tracing.cli import main
 
 def die(*_):
@@ -62,7 +62,7 @@ elif point == "between commits":
 elif point == "inside a write":
     store._write_part = die_in_second_write(store._write_part)
 elif point == "in the finalise step":
-    store.write_json = lambda path, value: die_half_way(path.with_name(".manifest.json.1.partial"))
+    manifest.write_json = lambda path, value: die_half_way(path.with_name(".manifest.json.1.partial"))
 sys.exit(main(sys.argv[2:]))
 """
 
@@ -111,7 +111,7 @@ def test_a_run_traces_every_prompt_truly(command: Callable, tmp_path: Path) -> N
     assert main(command(tmp_path / "t")) == 0
     traces = read_traces(tmp_path / "t")
     assert {trace.sample_id for trace in traces} == {f"mine/{row}/0" for row in range(len(TEXTS))}
-    assert traces.manifest["moe_layers"] == [0, 1, 2]
+    assert traces.manifest.moe_layers == [0, 1, 2]
     model, tokenizer = tiny_model("qwen3_moe"), tiny_tokenizer()
     for trace in traces:
         prompt_ids = tokenizer(TEXTS[int(trace.sample_id.split("/")[1])])["input_ids"]

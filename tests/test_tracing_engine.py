@@ -95,6 +95,21 @@ def test_a_single_new_token_leaves_the_prompt_alone() -> None:
         assert_true_routing(model, routed)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_alone_of_n_tokens_has_n_rows(family: str) -> None:
+    model, requests = tiny_model(family, seed=4), requests_of()
+    for request, routed in zip(requests, outcomes_of(engine_of(model, Sampling(0)), requests), strict=True):
+        assert routed.input_ids.tolist() == request.prompt_ids
+        assert routed.prompt_len == len(routed.experts) == len(request.prompt_ids)
+        assert_true_routing(model, routed)
+
+
+def test_a_prompt_alone_may_fill_the_context_and_no_more() -> None:
+    model, requests = tiny_model("qwen3_moe", max_position_embeddings=11), requests_of((3, 11, 12))
+    outcomes = outcomes_of(engine_of(model, Sampling(0)), requests)
+    assert [type(outcome) for outcome in outcomes] == [Routed, Routed, Rejected]
+
+
 def test_draws_depend_on_seed_and_samples_alone() -> None:
     model, requests = tiny_model("olmoe"), requests_of()
     sample = lambda seed: [  # noqa: E731

@@ -9,17 +9,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
+import torch
 
 from ecospec.configs.schema import TargetConfig
 from ecospec.data.traces import read_traces
 from ecospec.files import read_json
 from ecospec.tracing.cli import main
 from ecospec.tracing.store import folder as store
+from ecospec.tracing.store import manifest
 from ecospec.tracing.store.check import check_folder
+from ecospec.tracing.store.manifest import SampleCounts
 from ecospec.tracing.target.loading import MoeShape, load_target_config, shape_of
+from ecospec.tracing.target.recorder import RoutingRecorder
 from tests.tiny import tiny_config, tiny_target_folder, tiny_tokenizer
 from tests.vllm_stub import StubServer, hashed_experts
+from tests.zoo import zoo_config, zoo_model
 
 CONTEXT = 64
 TEXTS = [f"prompt number {n}" + " and more" * (n % 3) for n in range(20)] + ["ü🙂\u2028 ≠ ascii", "twice", "twice"]
@@ -66,6 +72,55 @@ def rows_of(folder: Path) -> dict[str, tuple]:
     return {t.sample_id: (t.key, t.prompt_len, t.input_ids.tolist(), t.experts.tolist()) for t in read_traces(folder)}
 
 
+def test_the_users_own_ids_join_traces_to_their_data_and_change_nothing_else(target: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "turns": ["a", "b"], "id": 12}, {"prompt": "c"}, {"prompt": TOO_LONG, "task_id": "long"}]
+    named = write_prompts(tmp_path / "p.jsonl", rows)
+    assert main(words(target, named, tmp_path / "named")) == 0
+    bare = write_prompts(tmp_path / "p.jsonl", [{**row, "id": None, "task_id": None} for row in rows])
+    assert main(words(target, bare, tmp_path / "bare")) == 0
+    assert rows_of(tmp_path / "named") == rows_of(tmp_path / "bare")
+    found = {trace.sample_id: trace for trace in read_traces(tmp_path / "named")}
+    assert {name: trace.source_id for name, trace in found.items()} == {"p/0/0": "12", "p/0/1": "12", "p/1/0": None}
+    assert {trace.split for trace in found.values()} == {trace.split for trace in read_traces(tmp_path / "bare")}
+    (refused,) = (tmp_path / "named").glob("rejected-*")
+    assert pq.read_table(refused)["source_id"].to_pylist() == ["long"]
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_prompts_alone_are_traced_and_what_would_follow_their_answers_is_rejected(
+    target: Path, stub: StubServer, tmp_path: Path, capsys: pytest.CaptureFixture, engine: str
+) -> None:
+    prompts = write_prompts(tmp_path / "p.jsonl", [{"prompt": "one", "turns": ["one", "two"]}, {"prompt": "three"}])
+    options = asking(stub) if engine == "vllm" else []
+    assert main(words(target, prompts, tmp_path / "t", *options, "--max-new-tokens", "0")) == 0
+    assert "p/0/1: follows the answer to p/0/0, which --max_new_tokens 0 leaves out" in capsys.readouterr().err
+    rows = rows_of(tmp_path / "t")
+    assert {name: row[1] for name, row in rows.items()} == {"p/0/0": len("one"), "p/1/0": len("three")}
+    assert all(prompt_len == len(ids) == len(experts) for _, prompt_len, ids, experts in rows.values())
+    assert main(["stats", str(tmp_path / "t"), "--output", str(tmp_path / "s"), "--compare", str(tmp_path / "t")]) == 0
+
+
+def test_a_row_without_the_answer_to_be_forced_is_rejected_and_the_others_are_not(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    rows = [
+        {"prompt": "a", "turns": ["a", "b"]},
+        {"prompt": "c", "turns": ["c", "d", "e"], "reference_turns": ["x", None, "z"]},
+        {"prompt": "f", "turns": ["f", "g"], "reference_turns": ["x", "y"]},
+    ]
+    prompts = write_prompts(tmp_path / "mt.jsonl", rows)
+    for shard in ("1/2", "0/2"):
+        assert main(words(target, prompts, tmp_path / "t", "--teacher-force", "--shard", shard)) == 0
+    assert set(rows_of(tmp_path / "t")) == {"mt/1/0", "mt/2/0", "mt/2/1"}
+    assert check_folder(tmp_path / "t").samples == SampleCounts(3, 4)
+    said = capsys.readouterr().err
+    assert "rejected: sample mt/0/0: has no `answer`, which --teacher_force needs" in said
+    assert "rejected: sample mt/1/2: follows mt/1/1, which was rejected" in said
+    alone = write_prompts(tmp_path / "mt.jsonl", rows[:1])
+    assert main(words(target, alone, tmp_path / "none", "--teacher-force")) == 2
+    assert "nothing is left to trace: sample mt/0/0 has no `answer`" in capsys.readouterr().err
+
+
 def test_a_sample_that_outgrows_the_context_is_rejected_and_the_others_are_not(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -73,7 +128,7 @@ def test_a_sample_that_outgrows_the_context_is_rejected_and_the_others_are_not(
     for again in ([], ["--retry-rejected"]):
         assert main(words(target, prompts, tmp_path / "t", *again)) == 0
         assert set(rows_of(tmp_path / "t")) == {"p/0/0", "p/2/0"}
-        assert check_folder(tmp_path / "t")["samples"] == {"written": 2, "rejected": 1}
+        assert check_folder(tmp_path / "t").samples == SampleCounts(2, 1)
         said = capsys.readouterr().err
         assert f"rejected: sample p/1/0: needs {len(TOO_LONG) + 3} tokens" in said
         assert "3 samples expected = 2 written + 1 rejected" in said
@@ -204,8 +259,7 @@ def test_later_turns_follow_the_answers_that_were_traced(
         answer = shown[len(start) :]
         assert longer[:prompt_len] == tokenizer(f"{start}\n\n{answer}\n\n{text}")["input_ids"]
         assert np.array_equal(experts, true_experts(longer, stub.shape))
-    manifest = check_folder(tmp_path / "t")
-    assert manifest["samples"] == {"written": 6, "rejected": 2}
+    assert check_folder(tmp_path / "t").samples == SampleCounts(6, 2)
 
 
 def test_a_conversation_that_stopped_between_its_turns_goes_on(
@@ -254,6 +308,29 @@ def test_any_size_is_traced_and_read_back(case: str, tmp_path: Path) -> None:
         assert np.array_equal(experts, true_experts(ids, shape))
         highest = max(highest, int(np.max(experts)))
     assert shape.num_experts - 8 < highest < shape.num_experts
+
+
+def test_experts_without_weights_are_refused_by_family_before_any_weight_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    prompts = write_prompts(tmp_path / "p.jsonl", [{"prompt": "a"}])
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    zoo_config("longcat_flash").save_pretrained(tmp_path / "target")
+    assert main(words(tmp_path / "target", prompts, tmp_path / "t")) == 2
+    assert "family longcat_flash cannot be traced: 2 of its experts have no weights" in capsys.readouterr().err
+    assert not (tmp_path / "t").exists()
+
+
+def test_longcat_is_traced_truly_where_all_its_experts_have_weights(tmp_path: Path) -> None:
+    model = zoo_model("longcat_flash", zero_expert_num=0)
+    model.save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    prompts = write_prompts(tmp_path / "p.jsonl", [{"prompt": text} for text in TEXTS[:3]])
+    assert main(words(tmp_path / "target", prompts, tmp_path / "t")) == 0
+    for _, _, ids, experts in rows_of(tmp_path / "t").values():
+        with RoutingRecorder(model) as recorder, torch.no_grad():
+            model(torch.tensor([ids]), use_cache=False)
+            assert recorder.take(len(ids)).sort(-1).values.tolist() == experts
 
 
 @pytest.mark.slow
@@ -330,7 +407,7 @@ def kill_at(moment: str, number: int) -> None:
     elif moment == "after a write":
         store._flush_folder = at_call(number, store._flush_folder, die)
     elif moment == "in the finalise step":
-        store.write_json = lambda path, value: die_half_way(path.with_name(f".manifest.json.{number}.partial"))
+        manifest.write_json = lambda path, value: die_half_way(path.with_name(f".manifest.json.{number}.partial"))
     else:
         signal.signal(signal.SIGALRM, die)
         signal.setitimer(signal.ITIMER_REAL, 0.05 + 0.06 * number)

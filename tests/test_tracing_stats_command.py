@@ -11,14 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ecospec.data.lab import shipped
+from ecospec.data.prompts import split_of
 from ecospec.data.traces import read_traces
 from ecospec.tracing.cli import main
 from ecospec.tracing.stats.command import expert_load, tally_datasets
 from ecospec.tracing.stats.counts import WIDTH
 from ecospec.tracing.stats.heatmap import ABSENT, EVEN, load_indices, palette, png
 from ecospec.tracing.store.folder import TraceFolder
-from ecospec.tracing.store.layout import encode_experts, id_dtype, split_of
-from ecospec.tracing.target.loading import lab_folder
+from ecospec.tracing.store.layout import encode_experts, id_dtype
+from ecospec.tracing.store.manifest import Header, PromptSource, TracedTarget
 
 LAYERS, E, K = [1, 2, 4], 8, 2  # layers 0 and 3 are dense
 EVIL = "lab/<b>code"
@@ -43,16 +45,15 @@ def trace_folder(path: Path, lengths: dict = LENGTHS, seed: int = 0, dtype: str 
                 "split": split_of(name, row),
             }
             rows.append(sample | changes.get(sample["sample_id"], {}))
-    header = {
-        "schema": 1,
-        "target": {"name": "tiny", "dtype": dtype, "config_sha256": "c0ffee"},
-        "engine": {"name": "none", "version": "1"},
-        "moe_layers": LAYERS,
-        "num_experts": E,
-        "top_k": K,
-        "id_dtype": id_dtype(E).name,
-        "prompts": [{"dataset": name, "samples": len(counts)} for name, counts in lengths.items()],
-    }
+    header = Header(
+        target=TracedTarget(name="tiny", dtype=dtype, config_sha256="c0ffee"),
+        engine={"name": "none", "version": "1"},
+        moe_layers=LAYERS,
+        num_experts=E,
+        top_k=K,
+        id_dtype=id_dtype(E).name,
+        prompts=[PromptSource(dataset=name, samples=len(counts)) for name, counts in lengths.items()],
+    )
     folder = TraceFolder(path, header)
     for first in range(0, len(rows), 2):
         folder.add(rows[first : first + 2])
@@ -126,7 +127,9 @@ def test_expert_load_has_a_row_for_each_layer_of_the_model_and_zeros_in_dense_on
 
 
 def test_counts_of_a_million_tokens_stay_whole_numbers() -> None:
-    load = expert_load({"a": np.full((1, 2), 2**40)}, {"moe_layers": [0], "num_experts": 2, "top_k": 1}, 2**41)
+    target = TracedTarget(name="tiny", config_sha256="c0ffee")
+    header = Header(target=target, moe_layers=[0], num_experts=2, top_k=1, id_dtype="uint8", prompts=[])
+    load = expert_load({"a": np.full((1, 2), 2**40)}, header, 2**41)
     assert load["logical_count"] == [[2**40, 2**40]]
 
 
@@ -263,7 +266,7 @@ def test_folders_with_nothing_in_common_are_refused(
     other = trace_folder(tmp_path / "other", {"lab/prose": (6,)})
     assert main([*words, str(other)]) == 2
     assert "no sample with the id and the tokens" in one_line(capsys)
-    assert main([*words, str(lab_folder("traces"))]) == 2
+    assert main([*words, str(shipped("lab", "traces"))]) == 2
     assert "moe_layers" in one_line(capsys)
     assert not (tmp_path / "out").exists()
 

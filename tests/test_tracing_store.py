@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -13,32 +14,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from ecospec.data.prompts import split_of
 from ecospec.data.traces import read_traces
 from ecospec.errors import DamageError, InputError
-from ecospec.files import read_json, sha256_file, write_json
+from ecospec.files import read_json, write_json
 from ecospec.tracing.store import folder as store
 from ecospec.tracing.store.check import check_folder
 from ecospec.tracing.store.export import export_tokens
 from ecospec.tracing.store.folder import TraceFolder
-from ecospec.tracing.store.layout import COLUMNS, decode_experts, encode_experts, id_dtype, reading, split_of
-from tests.trace_folders import KEYS, K, L, complete_folder, header, random_experts, refused, row
+from ecospec.tracing.store.layout import COLUMNS, decode_experts, encode_experts, id_dtype, reading
+from ecospec.tracing.store.manifest import SampleCounts
+from tests.trace_folders import KEYS, K, L, complete_folder, header, random_experts, refused, rewrite_part, row
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return complete_folder(tmp_path / "traces")
-
-
-def rewrite_part(folder: Path, change: Callable[[list[dict]], list[dict] | pa.Table]) -> None:
-    """Replace the first part by a changed one that the manifest agrees with, as a faulty writer would have left it."""
-    manifest = read_json(folder / "manifest.json")
-    part = manifest["parts"][0]
-    rows = change(pq.read_table(folder / part["file"]).to_pylist())
-    table = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows, schema=COLUMNS)
-    pq.write_table(table, folder / part["file"])
-    part["sha256"], part["rows"] = sha256_file(folder / part["file"]), table.num_rows
-    manifest["samples"]["written"] = sum(p["rows"] for p in manifest["parts"])
-    write_json(folder / "manifest.json", manifest)
 
 
 def first_row(**changes: object) -> Callable[[list[dict]], list[dict]]:
@@ -147,7 +138,7 @@ def test_resuming_finds_finished_keys_and_removes_leftovers(tmp_path: Path) -> N
     resumed.add([row(2)])
     assert resumed.finalise(KEYS[:3])
     assert not list(tmp_path.glob(".*"))
-    assert check_folder(tmp_path)["samples"] == {"written": 3, "rejected": 0}
+    assert check_folder(tmp_path).samples == SampleCounts(3, 0)
 
 
 def test_without_locks_a_young_half_written_file_is_left_to_its_writer(
@@ -185,7 +176,7 @@ def test_workers_that_overlap_and_finish_together_leave_a_sound_folder(tmp_path:
         worker.start()
     for worker in workers:
         worker.join()
-    assert check_folder(tmp_path)["samples"] == {"written": 6, "rejected": 0}
+    assert check_folder(tmp_path).samples == SampleCounts(6, 0)
 
 
 def test_a_flipped_bit_of_the_ids_never_comes_back_as_other_ids(folder: Path) -> None:
@@ -247,15 +238,14 @@ def test_a_sample_that_another_worker_finished_is_not_written_again(tmp_path: Pa
     second.add([row(1), row(2)], [refused(0)])
     first.commit()
     assert second.finalise(KEYS[:3])
-    assert check_folder(tmp_path)["samples"] == {"written": 3, "rejected": 0}
+    assert check_folder(tmp_path).samples == SampleCounts(3, 0)
 
 
 def test_rejected_samples_are_kept_apart_counted_and_tried_again_when_asked(tmp_path: Path) -> None:
     opened = TraceFolder(tmp_path, header(samples=3))
     opened.add([row(0)], [refused(1), refused(2)])
     assert opened.finalise(KEYS[:3])
-    manifest = check_folder(tmp_path)
-    assert manifest["samples"] == {"written": 1, "rejected": 2}
+    assert check_folder(tmp_path).samples == SampleCounts(1, 2)
     assert [trace.key for trace in read_traces(tmp_path)] == [KEYS[0]]
     assert opened.rejected() == {f"lab/maths/{n}/0": "too long" for n in (1, 2)}
     again = TraceFolder(tmp_path, header(samples=3))
@@ -266,7 +256,7 @@ def test_rejected_samples_are_kept_apart_counted_and_tried_again_when_asked(tmp_
     assert not again.complete
     again.add([row(1)], [refused(2)])
     assert again.finalise(KEYS[:3])
-    assert check_folder(tmp_path)["samples"] == {"written": 2, "rejected": 1}
+    assert check_folder(tmp_path).samples == SampleCounts(2, 1)
 
 
 def test_a_lost_or_changed_part_of_rejected_samples_is_damage(tmp_path: Path) -> None:
@@ -334,7 +324,7 @@ def test_a_complete_folder_that_lost_a_part_says_how_to_mend_it(folder: Path) ->
 
 
 def test_check_accepts_a_sound_folder(folder: Path) -> None:
-    assert len(check_folder(folder)["parts"]) == 3
+    assert len(check_folder(folder).parts) == 3
 
 
 def test_check_tells_no_trace_folder_from_an_unfinished_one(folder: Path, tmp_path: Path) -> None:
@@ -349,7 +339,9 @@ def test_check_tells_no_trace_folder_from_an_unfinished_one(folder: Path, tmp_pa
             check_folder(other)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", json.dumps(header() | {"schema": 99, "samples": {}, "parts": []})])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", json.dumps(asdict(header()) | {"schema": 99, "samples": {}, "parts": []})]
+)
 def test_a_manifest_that_is_none_is_bad_input(folder: Path, text: str) -> None:
     (folder / "manifest.json").write_text(text)
     with pytest.raises(InputError, match=r"manifest\.json"):

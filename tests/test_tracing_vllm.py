@@ -413,6 +413,15 @@ def test_waits_double_up_to_a_minute_and_are_spread(monkeypatch: pytest.MonkeyPa
         assert len(waits) == 50 and middle / 2 <= min(waits) and max(waits) <= middle * 1.5
 
 
+def test_prompts_alone_have_a_row_a_token(stub: StubServer) -> None:
+    requests = requests_of(9, answers=False)
+    for retrace in (False, True):
+        outcomes = traced(engine_of(stub, sampling=Sampling(0), retrace=retrace), requests)
+        for request in requests:
+            assert_true(outcomes[request.prompt.sample_id], request, request.prompt_ids)
+    assert {body["max_tokens"] for body in stub.requests} == {1}
+
+
 # The command
 
 
@@ -430,7 +439,7 @@ def test_the_command_writes_true_traces_and_asks_for_nothing_the_second_time(tin
         assert main(words) == 0
         assert (len(server.requests), server.probes) == asked
     manifest = check_folder(tmp_path / "traces")
-    assert manifest["engine"] == {
+    assert manifest.engine == {
         "name": "vllm",
         "version": "0.30.0",
         "model": "stub",

@@ -21,9 +21,8 @@ def check(_config: CheckConfig, folders: list[str]) -> None:
     from ecospec.tracing.store.check import check_folder
 
     manifest = check_folder(folders[0])
-    layers, experts, top_k = len(manifest["moe_layers"]), manifest["num_experts"], manifest["top_k"]
-    print(f"{folders[0]}: sound; {manifest['samples']['written']} samples in {len(manifest['parts'])} parts, ", end="")
-    print(f"{layers} MoE layers, {top_k} of {experts} experts per token")
+    print(f"{folders[0]}: sound; {manifest.samples.written} samples in {len(manifest.parts)} parts, ", end="")
+    print(f"{manifest.num_layers} MoE layers, {manifest.top_k} of {manifest.num_experts} experts per token")
 
 
 def stats(config: StatsConfig, folders: list[str]) -> None:

@@ -59,7 +59,7 @@ class RunConfig(PromptConfig):
     output: str | None = None
     """The trace folder to write; what an earlier run of the same job left there is kept and completed."""
     max_new_tokens: int = 128
-    """Tokens generated per prompt at most."""
+    """Tokens generated per prompt at most; 0 records the routing of the prompts alone."""
     temperature: float = 0.0
     """Sampling temperature; 0 takes the most probable token."""
     top_p: float = 1.0
@@ -80,7 +80,7 @@ class RunConfig(PromptConfig):
     def __post_init__(self) -> None:
         """Raises InputError for a value out of range."""
         rules = {
-            "max_new_tokens": (self.max_new_tokens >= 1, "must be at least 1"),
+            "max_new_tokens": (self.max_new_tokens >= 0, "must not be negative"),
             "temperature": (self.temperature >= 0, "must not be negative"),
             "top_p": (0 < self.top_p <= 1, "must be above 0 and at most 1"),
             "batch_size": (self.batch_size >= 1, "must be at least 1"),

@@ -5,7 +5,6 @@ treats all methods alike. Plain decoding with our own loop is the reference for 
 answers are those that the later turns of a conversation follow, whatever the method.
 """
 
-import hashlib
 import itertools
 import time
 from collections import defaultdict
@@ -26,6 +25,7 @@ from ecospec.inference.decoding.statistics import Run, Step
 from ecospec.inference.evaluation.lossless import Difference, Probe, compare, first_difference, routed
 from ecospec.inference.evaluation.turns import Turns
 from ecospec.progress import progress
+from ecospec.seeds import sample_seed
 from ecospec.tracing.target.loading import Target
 from ecospec.tracing.target.recorder import RoutingRecorder
 from ecospec.tracing.target.requests import prompt_ids
@@ -122,11 +122,6 @@ def batches(prompts: list[Prompt], size: int) -> list[list[Prompt]]:
         for turn in sorted({prompt.turn for prompt in dataset})
     ]
     return [group[start : start + size] for group in alike for start in range(0, len(group), size)]
-
-
-def sample_seed(seed: int, sample_id: str) -> int:
-    """The seed of one prompt's random draws, the same for every method."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{sample_id}".encode()).digest()[:7])
 
 
 def sampling_options(temperature: float) -> dict:

@@ -66,7 +66,7 @@ class RunContext:
         folders |= {head for head in heads if head is not None}
         self.seen = {name for folder in folders for name in _trained_on(folder)}
         if any(plan.kind and plan.kind.counted for plan in plans) and config.traces:
-            self.seen |= {source["dataset"] for source in read_traces(config.traces).manifest["prompts"]}
+            self.seen |= {source.dataset for source in read_traces(config.traces).manifest.prompts}
 
     @property
     def ladder(self) -> dict[str, dict]:

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import torch
 
+from ecospec.data.lab import shipped
 from ecospec.data.prompts import Prompt
 from ecospec.errors import InputError
 from ecospec.files import replace_folder, write_json
 from ecospec.inference.assemble import MethodPlan, PartsLoader, plan_methods
 from ecospec.inference.config import DrafterConfig, RecordConfig, ReplayConfig
 from ecospec.inference.drafters.kind import drafter_kind
-from ecospec.inference.evaluation.evaluate import sample_seed, sampling_options
+from ecospec.inference.evaluation.evaluate import sampling_options
 from ecospec.inference.evaluation.results import folder_name
 from ecospec.inference.evaluation.runfolder import prompts_in_context
 from ecospec.inference.evaluation.turns import Turns
@@ -25,7 +26,8 @@ from ecospec.inference.replay.treefile import Identity, Position, TreeSet, read_
 from ecospec.predictor.kinds.counting import open_traces
 from ecospec.progress import progress
 from ecospec.provenance import Provenance
-from ecospec.tracing.target.loading import Target, lab_folder, load_target
+from ecospec.seeds import sample_seed
+from ecospec.tracing.target.loading import Target, load_target
 from ecospec.tracing.target.requests import prompt_ids
 
 TREES = "trees.parquet"
@@ -134,7 +136,7 @@ def _positions(config: RecordConfig, target: Target, trees: TreeRecorder, prompt
 def _read(config: ReplayConfig) -> TreeSet:
     if config.trees is None:
         raise InputError("--trees: not given; say which folder or file ecospec-decode record wrote")
-    path = lab_folder("trees") if config.trees == "lab" else Path(config.trees)
+    path = shipped(config.trees, "trees") or Path(config.trees)
     return read_trees(path / TREES if path.is_dir() else path)
 
 

@@ -19,7 +19,7 @@ from ecospec.files import read_json, replace_folder, require_new_folder
 from ecospec.predictor.config import EvaluateConfig
 from ecospec.predictor.embedding import load_embedding
 from ecospec.predictor.evaluation.metrics import METRICS, PredictorMetrics
-from ecospec.predictor.kinds import all_kinds, trained_kinds
+from ecospec.predictor.kinds import all_kinds
 from ecospec.predictor.kinds.base import Baseline
 from ecospec.predictor.kinds.loading import kind_of, kind_of_model, load_predictor, require_target
 from ecospec.predictor.kinds.routing import RoutingModel
@@ -27,7 +27,7 @@ from ecospec.predictor.objective.loss import CHUNK_TOKENS
 from ecospec.predictor.objective.metrics import PredictorNumbers, measure
 from ecospec.predictor.training.task import inspect_target, open_target_traces
 from ecospec.provenance import Provenance
-from ecospec.tracing.target.loading import part_folder
+from ecospec.tracing.target.names import part_folder
 
 STEP_TOKENS = 11  # nodes of the default draft tree (3 steps, top-2), root included
 STEP_CONTEXT = 256  # tokens before them
@@ -89,19 +89,13 @@ def measure_model(model: RoutingModel, traces: Traces) -> PredictorNumbers:
 
 def _folders(config: EvaluateConfig) -> list[Path]:
     """The predictor's folder and those beside it. Raises InputError when two of them hold the same kind."""
-    folders = [part_folder(config.predictor.path, "predictor"), *map(_folder_beside, config.rungs)]
+    folders = [part_folder(config.predictor.path, "predictor")]
+    folders += [part_folder(path, "predictor", option="--rungs") for path in config.rungs]
     kinds = [kind_of(folder) for folder in folders]
     for kind, folder in zip(kinds, folders, strict=True):
         if kinds.count(kind) > 1:
             raise InputError(f"--rungs {folder}: a {kind.name}, of which there is another one; measure them apart")
     return folders
-
-
-def _folder_beside(path: str) -> Path:
-    """A folder, or one of the lab's by its kind: `lab/KIND`."""
-    home, _, name = path.partition("/")
-    in_lab = home == "lab" and name in {kind.name for kind in trained_kinds()}
-    return part_folder(*((home, name) if in_lab else (path, "predictor")), option="--rungs")
 
 
 def _with_what_they_read(config: EvaluateConfig, traces: Traces, models: Sequence[RoutingModel]) -> Traces:

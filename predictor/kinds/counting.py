@@ -118,7 +118,7 @@ def open_traces(path: str | None, counts: tuple[int, int, int], config_sha256: s
         raise InputError("--selection.footprints: these are counted from traces; give --traces DIR")
     traces = read_traces(path)
     check_moe(f"--traces {path}", (traces.num_layers, traces.num_experts, traces.top_k), counts)
-    recorded = traces.manifest["target"]
-    if config_sha256 not in (None, recorded["config_sha256"]):
-        raise InputError(f"--traces {path}: recorded on {recorded['name']}, another target; trace this one")
+    recorded = traces.manifest.target
+    if config_sha256 not in (None, recorded.config_sha256):
+        raise InputError(f"--traces {path}: recorded on {recorded.name}, another target; trace this one")
     return traces

@@ -47,7 +47,7 @@ class TrainedKind(Kind):
 
     def folder(self, path: str | None) -> Path:
         """See `Kind`."""
-        from ecospec.tracing.target.loading import part_folder
+        from ecospec.tracing.target.names import part_folder
 
         return part_folder(path, self.name)
 

@@ -25,6 +25,7 @@ from ecospec.predictor.kinds.routing import RoutingConfig, RoutingModel
 from ecospec.predictor.objective.overlap import Overlap
 from ecospec.predictor.training.module import PredictorModule
 from ecospec.provenance import Provenance
+from ecospec.tracing.store.manifest import PartFile
 
 RUN, BEST = "run.json", "best"
 MAY_CHANGE = ("output", "overwrite", "threads", "loggers")  # keys that a resumed run may change
@@ -39,13 +40,13 @@ def training_folder(config: ModelFitConfig) -> Path:
     return Path(f"{config.output.rstrip('/')}.training")
 
 
-def run_identity(config: ModelFitConfig, parts: list[dict], model: RoutingConfig) -> dict:
+def run_identity(config: ModelFitConfig, parts: list[PartFile], model: RoutingConfig) -> dict:
     """What must be the same for a run to go on: the number of processes, the traces' parts, the keys, what `model` is
     made for.
     """
     keys = {name: value for name, value in asdict(config).items() if name not in MAY_CHANGE}
     made_for = {name: value for name, value in model.to_dict().items() if name in MADE_FOR}
-    return {"processes": config.processes, "parts": [part["sha256"] for part in parts], **keys, **made_for}
+    return {"processes": config.processes, "parts": [part.sha256 for part in parts], **keys, **made_for}
 
 
 def state_to_resume(folder: Path, run: dict) -> Path | None:

@@ -91,7 +91,7 @@ def _fit_with_checkpoints(
     traces: Traces,
 ) -> tuple[lightning.Trainer, dict]:
     folder = training_folder(config)
-    run = run_identity(config, traces.manifest["parts"], module.predictor.config)
+    run = run_identity(config, traces.manifest.parts, module.predictor.config)
     state = state_to_resume(folder, run)
     if state is None:
         require_nothing_kept(folder, config)

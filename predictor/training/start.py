@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -43,10 +44,11 @@ def require_answers(traces: Traces, config: TracedConfig) -> None:
 
 def training_provenance(config: FitConfig, traces: Traces, **more: object) -> Provenance:
     """That of anything trained on traces; `datasets` names the prompts that were seen."""
+    traced = asdict(traces.manifest)
     return Provenance.of(
         config,
-        datasets=sorted(source["dataset"] for source in traces.manifest["prompts"]),
-        traces={"target": traces.manifest["target"], "parts": traces.manifest["parts"]},
+        datasets=sorted(source.dataset for source in traces.manifest.prompts),
+        traces={"target": traced["target"], "parts": traced["parts"]},
         **more,
     )
 

@@ -69,16 +69,16 @@ def inspect_target(target: TargetConfig) -> tuple[MoeShape, str]:
 
 def require_same_target(traces: TraceSet, config: TracedConfig, shape: MoeShape, config_sha256: str) -> None:
     """Raises InputError, naming both sides, when the traces were recorded on another model, or on other weights."""
-    target = traces.manifest["target"]
-    recorded = [traces.manifest["moe_layers"], traces.num_experts, traces.top_k, target["config_sha256"]]
+    target = traces.manifest.target
+    recorded = [traces.manifest.moe_layers, traces.num_experts, traces.top_k, target.config_sha256]
     given = [list(shape.layers), shape.num_experts, shape.top_k, config_sha256]
-    weights = target.get("weights_sha256"), weights_hash(config.target)
+    weights = target.weights_sha256, weights_hash(config.target)
     if None not in weights:
         recorded.append(weights[0])
         given.append(weights[1])
     if recorded != given:
         raise InputError(
-            f"--traces {config.traces}: recorded on {target['name']} ({_described(*recorded)}), not on"
+            f"--traces {config.traces}: recorded on {target.name} ({_described(*recorded)}), not on"
             f" --target.name {config.target.name} ({_described(*given)}); trace that target"
         )
 

@@ -16,26 +16,27 @@ from pathlib import Path
 
 import numpy as np
 
+from ecospec.data.prompts import split_of
 from ecospec.tracing.store.folder import TraceFolder
-from ecospec.tracing.store.layout import MANIFEST, encode_experts, id_dtype, split_of
+from ecospec.tracing.store.layout import MANIFEST, encode_experts, id_dtype
+from ecospec.tracing.store.manifest import Header, PromptSource, TracedTarget
 
 SECONDS, MEBIBYTES, WINDOWS = 30.0, 1024, 200_000
 L, E, K = 94, 128, 8
 DATASETS, SAMPLES, T, BATCH = 7, 2002, 500, 16
 
 
-def header(samples: int = SAMPLES) -> dict:
-    return {
-        "schema": 1,
-        "target": {"name": "synthetic", "config_sha256": "none"},
-        "engine": {"name": "synthetic"},
-        "moe_layers": list(range(L)),
-        "num_experts": E,
-        "top_k": K,
-        "id_dtype": id_dtype(E).name,
-        "layout": "T,L,K",
-        "prompts": [{"dataset": f"set{n}", "samples": len(range(n, samples, DATASETS))} for n in range(DATASETS)],
-    }
+def header(samples: int = SAMPLES) -> Header:
+    counts = {f"set{n}": len(range(n, samples, DATASETS)) for n in range(DATASETS)}
+    return Header(
+        target=TracedTarget(name="synthetic", config_sha256="none"),
+        engine={"name": "synthetic"},
+        moe_layers=list(range(L)),
+        num_experts=E,
+        top_k=K,
+        id_dtype=id_dtype(E).name,
+        prompts=[PromptSource(dataset=name, samples=count) for name, count in counts.items()],
+    )
 
 
 def random_row(index: int, generator: np.random.Generator) -> dict:

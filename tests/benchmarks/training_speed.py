@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import lightning
@@ -30,6 +31,7 @@ from ecospec.predictor.training.module import EndlessBatches, PredictorModule, o
 from ecospec.predictor.training.trainer import make_trainer, run_trainer
 from ecospec.tracing.store.folder import TraceFolder
 from ecospec.tracing.store.layout import MANIFEST, encode_experts, id_dtype
+from ecospec.tracing.store.manifest import PromptSource
 from ecospec.tracing.target.loading import MoeShape
 from tests.benchmarks import stats_speed
 from tests.learnable import fresh_predictor
@@ -50,8 +52,8 @@ def row(index: int, generator: np.random.Generator) -> dict:
 def write_trace(path: Path, tokens: int) -> None:
     samples, generator = 2 * tokens // (SHORTEST + LONGEST), np.random.default_rng(0)
     shape = {"moe_layers": list(range(L)), "num_experts": E, "id_dtype": id_dtype(E).name}
-    prompts = {"prompts": [{"dataset": "set0", "samples": samples}]}
-    folder = TraceFolder(path, stats_speed.header() | shape | prompts)
+    prompts = [PromptSource(dataset="set0", samples=samples)]
+    folder = TraceFolder(path, replace(stats_speed.header(), **shape, prompts=prompts))
     for first in range(0, samples, BATCH):
         folder.add([row(index, generator) for index in range(first, min(first + BATCH, samples))])
     folder.finalise([f"key{index}" for index in range(samples)])

@@ -18,11 +18,16 @@ from ecospec.tracing.target.requests import Request, request_key
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence of the job; `request` is None for a turn that follows one of this job's own answers."""
+    """One sequence of the job.
+
+    `request` is None for a turn that follows one of this job's own answers, and for a sample that is refused, for the
+    reason `refusal`, before anything runs.
+    """
 
     key: str
     prompt: Prompt
     request: Request | None
+    refusal: str | None = None
 
 
 @dataclass(frozen=True)
@@ -60,8 +65,26 @@ class Shard:
         return batch.number % self.count == self.index
 
 
-def plan_samples(prompts: Sequence[Prompt], requests: Sequence[Request], identity: dict) -> list[Sample]:
-    """A sample for each prompt, in order: with its request where there is one, else keyed by the turn it follows."""
+def refusals(prompts: Sequence[Prompt], teacher_force: bool, max_new_tokens: int) -> dict[str, str]:
+    """By sample id, why this job cannot trace a sample, whatever its target: an answer is missing that it, or the turn
+    that it follows, was to have."""
+    reasons: dict[str, str] = {}
+    for prompt in prompts:
+        if teacher_force and prompt.answer is None:
+            reasons[prompt.sample_id] = "has no `answer`, which --teacher_force needs"
+        elif prompt.follows in reasons:
+            reasons[prompt.sample_id] = f"follows {prompt.follows}, which was rejected"
+        elif prompt.follows is not None and not teacher_force and max_new_tokens == 0:
+            reasons[prompt.sample_id] = f"follows the answer to {prompt.follows}, which --max_new_tokens 0 leaves out"
+    return reasons
+
+
+def plan_samples(
+    prompts: Sequence[Prompt], requests: Sequence[Request], identity: dict, refused: Mapping[str, str] | None = None
+) -> list[Sample]:
+    """A sample for each prompt, in order, keyed by its request or else by the turn it follows; `refused`: as `refusals`
+    gives it."""
+    refused = refused or {}
     by_id = {request.prompt.sample_id: request for request in requests}
     keys: dict[str, str] = {}
     samples = []
@@ -70,22 +93,27 @@ def plan_samples(prompts: Sequence[Prompt], requests: Sequence[Request], identit
         if request is not None:
             key = request_key(identity, request)
         else:
-            key = sha256_json([keys[prompt.follows], prompt.sample_id, prompt.text])
+            key = sha256_json([keys.get(prompt.follows, identity), prompt.sample_id, prompt.text])
         keys[prompt.sample_id] = key
-        samples.append(Sample(key, prompt, request))
+        samples.append(Sample(key, prompt, request, refused.get(prompt.sample_id)))
     return samples
 
 
 def plan_rounds(samples: Sequence[Sample], batch_size: int) -> list[list[PlannedBatch]]:
     """Batches, round by round: a round's turns follow those of the round before, batch by batch.
 
-    In the first round similar lengths are together, equal lengths in their given order.
+    In the first round similar lengths are together, equal lengths in their given order; refused samples are in batches
+    of their own.
     """
+    refused = [sample for sample in samples if sample.refusal is not None]
     first = sorted((sample for sample in samples if sample.request is not None), key=lambda s: len(s.request.ids))
-    groups = [tuple(first[start : start + batch_size]) for start in range(0, len(first), batch_size)]
-    batches = [PlannedBatch(int(sha256_json([s.key for s in group])[:15], 16), group) for group in groups]
-    following = {sample.prompt.follows: sample for sample in samples if sample.request is None}
-    return list(_rounds(batches, following))
+    following = {s.prompt.follows: s for s in samples if s.request is None and s.refusal is None}
+    return list(_rounds(_cut(first, batch_size) + _cut(refused, batch_size), following))
+
+
+def _cut(samples: Sequence[Sample], batch_size: int) -> list[PlannedBatch]:
+    groups = [tuple(samples[start : start + batch_size]) for start in range(0, len(samples), batch_size)]
+    return [PlannedBatch(int(sha256_json([s.key for s in group])[:15], 16), group) for group in groups]
 
 
 def _rounds(batches: list[PlannedBatch], following: Mapping[str, Sample]) -> Iterator[list[PlannedBatch]]:

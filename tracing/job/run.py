@@ -9,17 +9,18 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from ecospec.data.prompts import after, answered, read_prompts
+from ecospec.data.prompts import after, answered, read_prompts, split_of
 from ecospec.errors import DamageError, InputError, first_few
 from ecospec.progress import progress
 from ecospec.tracing.config import RunConfig
 from ecospec.tracing.job.engine import Engine, Sampling, TransformersEngine
-from ecospec.tracing.job.header import KEYED, trace_header
-from ecospec.tracing.job.plan import PlannedBatch, Sample, Shard, plan_rounds, plan_samples
+from ecospec.tracing.job.header import key_identity, trace_header
+from ecospec.tracing.job.plan import PlannedBatch, Sample, Shard, plan_rounds, plan_samples, refusals
 from ecospec.tracing.job.validation import EngineError, Rejected, Routed
 from ecospec.tracing.job.vllm import VllmEngine, engine_settings
 from ecospec.tracing.store.folder import TraceFolder, header_differences
-from ecospec.tracing.store.layout import MANIFEST, REJECTED, encode_experts, read_manifest, split_of
+from ecospec.tracing.store.layout import MANIFEST, REJECTED, encode_experts
+from ecospec.tracing.store.manifest import Header, Manifest
 from ecospec.tracing.target.loading import (
     MoeShape,
     context_of,
@@ -28,8 +29,9 @@ from ecospec.tracing.target.loading import (
     load_tokenizer,
     shape_of,
 )
-from ecospec.tracing.target.replicas import Replica, part, replica_of, shared
+from ecospec.tracing.target.replicas import Replica, broadcast, close_process_group, replica_of
 from ecospec.tracing.target.requests import Request, answer_text, encode
+from ecospec.tracing.target.routers import require_k_experts
 
 SHOWN_REJECTIONS = 10
 log = logging.getLogger(__name__)
@@ -42,7 +44,7 @@ class Job:
     config: RunConfig
     shape: MoeShape
     tokenizer: PreTrainedTokenizerBase
-    header: dict
+    header: Header
     samples: list[Sample]
     rounds: list[list[PlannedBatch]]
     replica: Replica
@@ -83,12 +85,16 @@ def _prepare(config: RunConfig) -> Job:
     prompts = read_prompts(config)
     model_config = load_target_config(config.target)
     shape = shape_of(model_config, config.target.trust_remote_code)
+    require_k_experts(model_config)
     _require_context(config, model_config)
     tokenizer = load_tokenizer(config.target, shape.vocab_size)
-    ready = [prompt for prompt in prompts if config.teacher_force or prompt.follows is None]
+    refused = refusals(prompts, config.teacher_force, config.max_new_tokens)
+    if len(refused) == len(prompts):
+        raise InputError(f"nothing is left to trace: sample {prompts[0].sample_id} {refused[prompts[0].sample_id]}")
+    ready = [p for p in prompts if p.sample_id not in refused and (config.teacher_force or p.follows is None)]
     requests = encode(ready, tokenizer, config.teacher_force, config.chat_template)
     header = trace_header(config, model_config, shape, _engine_identity(config, shape), tokenizer, prompts)
-    samples = plan_samples(prompts, requests, {name: header[name] for name in KEYED})
+    samples = plan_samples(prompts, requests, key_identity(header), refused)
     replica = replica_of(config.target)
     shard = Shard.parse(config.shard).within(replica.index, replica.count)
     rounds = [[batch for batch in batches if shard.owns(batch)] for batches in plan_rounds(samples, config.batch_size)]
@@ -113,7 +119,7 @@ def _trace(job: Job, folder: TraceFolder, pending: Sequence[Sequence[PlannedBatc
     try:
         for batches in filter(None, pending):
             _trace_round(job, engine, folder, batches)
-        part(job.config.target)
+        close_process_group(job.config.target)
     except (KeyboardInterrupt, EngineError):
         if job.replica.writes:
             folder.commit()  # whole batches only: what was being traced is lost, what was traced is kept
@@ -125,7 +131,7 @@ def _open_engine(job: Job) -> Engine:
     if config.engine.kind == "transformers":
         return TransformersEngine(load_target(config.target).model, job.shape, _sampling(config))
     engine = VllmEngine(config.engine, job.shape, _sampling(config))
-    differences = header_differences(engine.identity, job.header["engine"])
+    differences = header_differences(engine.identity, job.header.engine)
     if differences:
         raise InputError(
             f"--output {config.output}: began with another engine ({first_few(differences, separator='; ')})"
@@ -139,7 +145,7 @@ def _engine_identity(config: RunConfig, shape: MoeShape) -> dict:
         sizes = {"tp_size": config.target.tp_size, "ep_size": config.target.ep_size}
         return TransformersEngine.identity | {name: size for name, size in sizes.items() if size is not None}
     if (Path(config.output) / MANIFEST).exists():
-        return read_manifest(config.output).get("engine", {}) | engine_settings(config.engine)
+        return (Manifest.read(config.output).engine or {}) | engine_settings(config.engine)
     return VllmEngine(config.engine, shape, _sampling(config)).identity
 
 
@@ -152,7 +158,7 @@ def _trace_round(job: Job, engine: Engine, folder: TraceFolder, batches: Sequenc
     folder.commit()
     samples = {sample.prompt.sample_id: sample for batch in batches for sample in batch.samples}
     ready = _ready(job, folder, batches) if job.replica.writes else None
-    requests, refused = shared(ready, job.config.target)
+    requests, refused = broadcast(ready, job.config.target)
     keep = folder.add if job.replica.writes else _discard
     keep([], [_rejected_row(samples[sample_id], refusal) for sample_id, refusal in refused.items()])
     with closing(engine.trace(requests)) as traced:
@@ -166,13 +172,15 @@ def _trace_round(job: Job, engine: Engine, folder: TraceFolder, batches: Sequenc
 def _ready(
     job: Job, folder: TraceFolder, batches: Sequence[PlannedBatch]
 ) -> tuple[list[list[Request]], dict[str, Rejected]]:
-    """The requests of each batch, later turns after the answers traced so far, and what follows a rejected sample."""
+    """The requests of each batch, later turns after the answers traced so far, and what is refused beforehand."""
     said = _said(job, folder, batches)
     requests, refused = [], {}
     for batch in batches:
         asked = []
         for sample in batch.samples:
-            if sample.request is not None:
+            if sample.refusal is not None:
+                refused[sample.prompt.sample_id] = Rejected(sample.refusal)
+            elif sample.request is not None:
                 asked.append(sample.request)
             elif sample.prompt.follows in said:
                 asked += encode([after(sample.prompt, said)], job.tokenizer, False, job.config.chat_template)
@@ -199,7 +207,7 @@ def _said(job: Job, folder: TraceFolder, batches: Sequence[PlannedBatch]) -> dic
 def _ancestors(sample: Sample, by_id: dict[str, Sample]) -> list[Sample]:
     """The turns before one without a request, first turn first."""
     chain = []
-    while sample.request is None:
+    while sample.request is None and sample.refusal is None:
         sample = by_id[sample.prompt.follows]
         chain.insert(0, sample)
     return chain
@@ -250,4 +258,10 @@ def _rejected_row(sample: Sample, rejected: Rejected) -> dict:
 
 def _identified(sample: Sample) -> dict:
     prompt = sample.prompt
-    return {"key": sample.key, "sample_id": prompt.sample_id, "dataset": prompt.dataset, "turn": prompt.turn}
+    return {
+        "key": sample.key,
+        "sample_id": prompt.sample_id,
+        "dataset": prompt.dataset,
+        "turn": prompt.turn,
+        "source_id": prompt.source_id,
+    }

@@ -71,7 +71,7 @@ class Server:
 
 
 @dataclass(eq=False)
-class Job:
+class VllmJob:
     """One request on its way; `failures` counts the server errors that it may itself have caused."""
 
     request: Request
@@ -119,7 +119,7 @@ class VllmEngine:
 
     async def _stream(self, batches: Iterator[Batch]) -> AsyncIterator[tuple[Batch, list[Outcome]]]:
         servers = [Server(url, self.config.retries) for url in self.urls]
-        jobs: asyncio.Queue[Job] = asyncio.Queue()
+        jobs: asyncio.Queue[VllmJob] = asyncio.Queue()
         async with self._client() as client:
             calls = _Calls(client, self)
             workers = {
@@ -159,7 +159,7 @@ class _Calls:
     def __init__(self, client: httpx2.AsyncClient, engine: VllmEngine) -> None:
         self.client, self.engine, self.model = client, engine, engine.identity["model"]
 
-    async def work(self, server: Server, servers: list[Server], jobs: asyncio.Queue[Job]) -> None:
+    async def work(self, server: Server, servers: list[Server], jobs: asyncio.Queue[VllmJob]) -> None:
         """Do jobs on `server`, one at a time, until it is given up. Raises EngineError when it was the last."""
         now = asyncio.get_running_loop().time
         while await self._ready(server, servers):
@@ -178,7 +178,9 @@ class _Calls:
                     _note_failure(server, servers, failure, started)
                     jobs.put_nowait(job)
 
-    def _fail(self, job: Job, failure: Unavailable, server: Server, servers: int, jobs: asyncio.Queue[Job]) -> None:
+    def _fail(
+        self, job: VllmJob, failure: Unavailable, server: Server, servers: int, jobs: asyncio.Queue[VllmJob]
+    ) -> None:
         """Ask for the sample again after a wait, or reject it; whether the server is to blame, its next probe tells."""
         server.admitted = False
         job.failures += 1
@@ -225,7 +227,7 @@ class _Calls:
 
     async def _ask(self, server: Server, request: Request) -> Outcome:
         prompt_ids, ids = request.prompt_ids, request.ids
-        if request.answer_ids is None:
+        if request.answer_ids is None and self.engine.sampling.max_new_tokens > 0:
             report = await self._complete(server, generating_body(self.model, request, self.engine.sampling))
             if not self.engine.config.retrace or isinstance(report, Rejected):
                 return self._judged(prompt_ids, len(prompt_ids), report)
@@ -264,13 +266,13 @@ def wait_before(failures: int) -> float:
 
 
 async def _collect(
-    batches: Iterator[Batch], jobs: asyncio.Queue[Job], workers: set[asyncio.Task], limit: int
+    batches: Iterator[Batch], jobs: asyncio.Queue[VllmJob], workers: set[asyncio.Task], limit: int
 ) -> AsyncIterator[tuple[Batch, list[Outcome]]]:
     """Batches whose requests are all done; what is done is yielded before a worker's error is raised."""
     open_batches: dict[asyncio.Future, Batch] = {}
     while True:
         while sum(map(len, open_batches.values())) < limit and (batch := next(batches, None)) is not None:
-            todo = [Job(request, asyncio.get_running_loop().create_future()) for request in batch]
+            todo = [VllmJob(request, asyncio.get_running_loop().create_future()) for request in batch]
             open_batches[asyncio.gather(*(job.outcome for job in todo))] = batch
             for job in todo:
                 jobs.put_nowait(job)

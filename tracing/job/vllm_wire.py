@@ -14,7 +14,8 @@ import re
 import numpy as np
 
 from ecospec.errors import InputError, brief
-from ecospec.tracing.job.engine import Sampling, batch_seed
+from ecospec.seeds import batch_seed
+from ecospec.tracing.job.engine import Sampling
 from ecospec.tracing.job.validation import EngineError, Rejected, Report
 from ecospec.tracing.target.loading import MoeShape
 from ecospec.tracing.target.requests import Request
@@ -48,7 +49,7 @@ def tracing_body(model: str, ids: list[int]) -> dict:
 def generating_body(model: str, request: Request, sampling: Sampling) -> dict:
     """As many new tokens as `sampling` says, drawn from its seed and the sample's id alone."""
     body = _body(model, request.prompt_ids, sampling.max_new_tokens, sampling)
-    return body if sampling.temperature == 0 else body | {"seed": batch_seed(sampling.seed, [request])}
+    return body if sampling.temperature == 0 else body | {"seed": batch_seed(sampling.seed, [request.prompt.sample_id])}
 
 
 def _body(model: str, ids: list[int], max_tokens: int, sampling: Sampling) -> dict:

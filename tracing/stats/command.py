@@ -12,6 +12,7 @@ Letters: T tokens, L MoE layers, E experts, K experts per token.
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from ecospec.tracing.stats.agreement import AgreementTally, shared_choices, summ
 from ecospec.tracing.stats.counts import WIDTH, Tally, pooled, summarise
 from ecospec.tracing.stats.page import render_stats
 from ecospec.tracing.store.layout import open_part, reading, require_sound_ids
+from ecospec.tracing.store.manifest import Header
 
 STATS_FILE, LOAD_FILE, PAGE_FILE = "stats.json", "expert_load.json", "stats.html"
 WINDOWS = 250_000  # of WIDTH tokens; traces with up to twice as many are counted whole
@@ -112,15 +114,16 @@ def compare_traces(traces: TraceSet, others: TraceSet) -> dict:
     }
 
 
-def identity(manifest: dict) -> dict:
+def identity(manifest: Header) -> dict:
     """What of a manifest says whose routing this is."""
     keys = ("target", "engine", "family", "moe_layers", "num_experts", "top_k")
-    return {key: manifest.get(key) for key in keys}
+    values = asdict(manifest)
+    return {key: values[key] for key in keys}
 
 
-def expert_load(loads: dict[str, np.ndarray], manifest: dict, tokens: int) -> dict:
+def expert_load(loads: dict[str, np.ndarray], manifest: Header, tokens: int) -> dict:
     """The content of `expert_load.json`, given counts [L, E] of each data set."""
-    layers = manifest["moe_layers"]
+    layers = manifest.moe_layers
 
     def rows(counts_LE: np.ndarray) -> list[list[int]]:
         by_layer = np.zeros((max(layers) + 1, counts_LE.shape[1]), np.int64)
@@ -129,8 +132,8 @@ def expert_load(loads: dict[str, np.ndarray], manifest: dict, tokens: int) -> di
 
     return {
         "moe_layers": layers,
-        "num_experts": manifest["num_experts"],
-        "top_k": manifest["top_k"],
+        "num_experts": manifest.num_experts,
+        "top_k": manifest.top_k,
         "tokens": tokens,
         "logical_count": rows(sum(loads.values())),
         "datasets": {name: rows(counts_LE) for name, counts_LE in loads.items()},
@@ -139,7 +142,7 @@ def expert_load(loads: dict[str, np.ndarray], manifest: dict, tokens: int) -> di
 
 def _comparable(traces: TraceSet, others: TraceSet) -> TraceSet:
     for key in ("moe_layers", "num_experts", "top_k"):
-        ours, theirs = traces.manifest[key], others.manifest[key]
+        ours, theirs = getattr(traces.manifest, key), getattr(others.manifest, key)
         if ours != theirs:
             raise InputError(
                 f"--compare {others.folder}: its {key} ({theirs}) is not that of {traces.folder} ({ours}); "
@@ -161,8 +164,8 @@ def _count_windows(traces: TraceSet) -> int:
 
 def _column(traces: TraceSet, name: str) -> Iterator:
     """One column's values in the order of `traces`, without reading the expert ids; lists stay Arrow's."""
-    for part in traces.manifest["parts"]:
-        path = traces.folder / part["file"]
+    for part in traces.manifest.parts:
+        path = traces.folder / part.file
         file = open_part(path)
         for group in range(file.num_row_groups):
             with reading(path):

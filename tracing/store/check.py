@@ -3,11 +3,14 @@
 Letters: T tokens, L MoE layers, E experts, K experts per token.
 """
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from ecospec.data.lab import shipped
+from ecospec.data.prompts import split_of
 from ecospec.errors import DamageError, first_few
 from ecospec.files import sha256_file
 from ecospec.tracing.store.folder import header_differences
@@ -22,38 +25,37 @@ from ecospec.tracing.store.layout import (
     header_of,
     id_dtype,
     open_part,
-    read_manifest,
     reading,
     require_sound_ids,
-    split_of,
 )
+from ecospec.tracing.store.manifest import Manifest, PartFile
 
 
-def check_folder(folder: str | Path) -> dict:
+def check_folder(folder: str | Path) -> Manifest:
     """The manifest of a sound trace folder.
 
     Raises InputError when `folder` is no trace folder, DamageError for an unfinished run and for anything that is not
     as the manifest says: parts, checksums, columns, row counts, ids, a sample missing or written twice.
     """
-    folder = Path(folder)
+    folder = shipped(folder, "traces") or Path(folder)
     if folder.is_dir() and any(folder.glob(PARTS)) and not (folder / MANIFEST).exists():
         raise DamageError(f"{folder}: the run did not finish; run the same ecospec-trace command again")
-    manifest = read_manifest(folder)
+    manifest = Manifest.read(folder)
     _require_listed(folder, manifest)
-    if manifest["id_dtype"] != id_dtype(manifest["num_experts"]).name:
-        raise DamageError(f"{folder / MANIFEST}: id_dtype {manifest['id_dtype']} is not that of num_experts")
+    if manifest.id_dtype != id_dtype(manifest.num_experts).name:
+        raise DamageError(f"{folder / MANIFEST}: id_dtype {manifest.id_dtype} is not that of num_experts")
     keys: set[str] = set()
-    for part in manifest["parts"]:
-        _check_part(folder / part["file"], part, manifest, keys)
+    for part in manifest.parts:
+        _check_part(folder / part.file, part, manifest, keys)
     written = len(keys)
-    for part in manifest.get("rejected_parts", []):
-        _check_rejected(folder / part["file"], part, manifest, keys)
+    for part in manifest.rejected_parts:
+        _check_rejected(folder / part.file, part, manifest, keys)
     _require_all(folder, written, len(keys) - written, manifest)
     return manifest
 
 
-def _require_listed(folder: Path, manifest: dict) -> None:
-    listed = {part["file"] for part in (*manifest["parts"], *manifest.get("rejected_parts", []))}
+def _require_listed(folder: Path, manifest: Manifest) -> None:
+    listed = {part.file for part in (*manifest.parts, *manifest.rejected_parts)}
     present = {path.name for pattern in (PARTS, REJECTED) for path in folder.glob(pattern)}
     for name in sorted(listed - present):
         raise DamageError(f"{folder / name}: listed in the manifest but missing; {REMEDY}")
@@ -61,9 +63,9 @@ def _require_listed(folder: Path, manifest: dict) -> None:
         raise DamageError(f"{folder / name}: not listed in the manifest; it does not belong to this trace")
 
 
-def _require_all(folder: Path, found: int, refused: int, manifest: dict) -> None:
-    written, rejected = manifest["samples"]["written"], manifest["samples"]["rejected"]
-    expected = sum(source["samples"] for source in manifest["prompts"])
+def _require_all(folder: Path, found: int, refused: int, manifest: Manifest) -> None:
+    written, rejected = manifest.samples.written, manifest.samples.rejected
+    expected = sum(source.samples for source in manifest.prompts)
     if found != written:
         raise DamageError(f"{folder}: {found} samples where the manifest says {written}")
     if refused != rejected:
@@ -72,7 +74,7 @@ def _require_all(folder: Path, found: int, refused: int, manifest: dict) -> None
         raise DamageError(f"{folder}: {written} samples written and {rejected} rejected of {expected} prompts")
 
 
-def _check_part(path: Path, part: dict, manifest: dict, keys: set[str]) -> None:
+def _check_part(path: Path, part: PartFile, manifest: Manifest, keys: set[str]) -> None:
     """Check one part and add its keys to `keys`."""
     file = _open_part(path, part, manifest)
     for group in range(file.num_row_groups):
@@ -86,7 +88,7 @@ def _check_part(path: Path, part: dict, manifest: dict, keys: set[str]) -> None:
             _add_key(keys, row, path)
 
 
-def _check_rejected(path: Path, part: dict, manifest: dict, keys: set[str]) -> None:
+def _check_rejected(path: Path, part: PartFile, manifest: Manifest, keys: set[str]) -> None:
     """Check one part of rejected samples and add their keys to `keys`."""
     file = _open_part(path, part, manifest, REJECTED_COLUMNS)
     with reading(path):
@@ -103,27 +105,27 @@ def _add_key(keys: set[str], row: dict, path: Path) -> None:
     keys.add(row["key"])
 
 
-def _open_part(path: Path, part: dict, manifest: dict, columns: pa.Schema = COLUMNS) -> pq.ParquetFile:
-    if sha256_file(path) != part["sha256"]:
+def _open_part(path: Path, part: PartFile, manifest: Manifest, columns: pa.Schema = COLUMNS) -> pq.ParquetFile:
+    if sha256_file(path) != part.sha256:
         raise DamageError(f"{path}: its sha256 is not the manifest's; the file was changed or damaged; {REMEDY}")
     file = open_part(path, columns)
-    differences = header_differences(manifest, header_of(file.schema_arrow, path))
+    differences = header_differences(asdict(manifest), header_of(file.schema_arrow, path))
     if differences:
         shown = first_few(differences, separator="; ")
         raise DamageError(f"{path.parent / MANIFEST}: is not what {path.name} was written for ({shown})")
-    if file.metadata.num_rows != part["rows"]:
-        raise DamageError(f"{path}: {file.metadata.num_rows} rows where the manifest says {part['rows']}")
+    if file.metadata.num_rows != part.rows:
+        raise DamageError(f"{path}: {file.metadata.num_rows} rows where the manifest says {part.rows}")
     return file
 
 
-def _check_row(row: dict, manifest: dict) -> None:
-    if any(value is None for value in row.values()):
+def _check_row(row: dict, manifest: Manifest) -> None:
+    if any(value is None for name, value in row.items() if name != "source_id"):
         raise DamageError("a value is missing")
-    T, L = len(row["input_ids"]), len(manifest["moe_layers"])
-    experts_TLK = decode_experts(row["experts"], L, manifest["top_k"], manifest["num_experts"])
+    T = len(row["input_ids"])
+    experts_TLK = decode_experts(row["experts"], manifest.num_layers, manifest.top_k, manifest.num_experts)
     if len(experts_TLK) != T:
         raise DamageError(f"expert ids of {len(experts_TLK)} tokens beside {T} tokens")
-    require_sound_ids(experts_TLK, manifest["num_experts"])
+    require_sound_ids(experts_TLK, manifest.num_experts)
     if not 1 <= row["prompt_len"] <= T:
         raise DamageError(f"prompt_len {row['prompt_len']} of {T} tokens")
     dataset, source_row, turn = _sample_id_parts(row["sample_id"])

@@ -14,6 +14,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import pyarrow as pa
@@ -21,7 +22,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ecospec.errors import DamageError, InputError, first_few
-from ecospec.files import replace_file, sha256_file, sha256_json, write_json
+from ecospec.files import replace_file, sha256_file, sha256_json
 from ecospec.provenance import Provenance
 from ecospec.tracing.store.layout import (
     COLUMNS,
@@ -34,8 +35,8 @@ from ecospec.tracing.store.layout import (
     REJECTED_COLUMNS,
     header_of,
     read_columns,
-    read_manifest,
 )
+from ecospec.tracing.store.manifest import Header, Manifest, PartFile, SampleCounts
 
 COMMIT_BYTES = 8 * 2**20  # of expert ids
 COMMIT_SECONDS = 30.0
@@ -44,15 +45,15 @@ log = logging.getLogger(__name__)
 
 
 class TraceFolder:
-    """The folder of one job, which its `header` (what the manifest says before any sample is traced) identifies.
+    """The folder of one job, which its `header` identifies.
 
     Raises InputError when the folder holds something else or the traces of another configuration, DamageError when a
     part is unreadable.
     """
 
-    def __init__(self, folder: str | Path, header: dict) -> None:
+    def __init__(self, folder: str | Path, header: Header) -> None:
         self.folder, self.header = Path(folder), header
-        self._metadata = {HEADER_KEY: json.dumps(header)}
+        self._metadata = {HEADER_KEY: json.dumps(asdict(header))}
         self._pending: dict[str, list[pa.Table]] = {PARTS: [], REJECTED: []}
         self._keys: dict[Path, list[str]] = {}
         self._last_commit = time.monotonic()
@@ -159,10 +160,9 @@ class TraceFolder:
         if len(counts) < len(set(expected)) or self.complete:
             return self.complete  # where another worker was first
         parts, rejected = (self._listed(pattern) for pattern in (PARTS, REJECTED))
-        written, refused = (sum(part["rows"] for part in group) for group in (parts, rejected))
-        samples = {"samples": {"written": written, "rejected": refused}}
-        listed = {"parts": parts, "rejected_parts": rejected, "provenance": Provenance.of().to_json()}
-        write_json(self.folder / MANIFEST, self.header | samples | listed)
+        counts = SampleCounts(*(sum(part.rows for part in group) for group in (parts, rejected)))
+        found = {"samples": counts, "parts": parts, "rejected_parts": rejected}
+        Manifest(**vars(self.header), **found, provenance=Provenance.of().to_json()).write(self.folder)
         _flush_folder(self.folder)
         (self.folder / LOCK).unlink(missing_ok=True)  # nothing is left that another worker could write
         return True
@@ -185,9 +185,9 @@ class TraceFolder:
         self._keys[path] = keys
         self.done.update(keys)
 
-    def _listed(self, pattern: str) -> list[dict]:
+    def _listed(self, pattern: str) -> list[PartFile]:
         paths = sorted(path for path in self._keys if path.match(pattern))
-        return [{"file": p.name, "rows": len(self._keys[p]), "sha256": sha256_file(p)} for p in paths]
+        return [PartFile(path.name, len(self._keys[path]), sha256_file(path)) for path in paths]
 
     def _open(self) -> None:
         if self.folder.exists() and not self.folder.is_dir():
@@ -201,7 +201,7 @@ class TraceFolder:
         if foreign:
             raise InputError(f"--output {self.folder}: holds {min(foreign)}, so it is no trace folder; choose another")
         if self.complete:
-            self._require_same(read_manifest(self.folder))
+            self._require_same(asdict(Manifest.read(self.folder)))
         if not self.complete or any(self._leftovers()):
             with self._locked() as alone:
                 self._remove_leftovers(0 if alone else LEFTOVER_SECONDS)
@@ -232,7 +232,7 @@ class TraceFolder:
                 yield True
 
     def _require_same(self, found: dict) -> None:
-        differences = header_differences(found, self.header)
+        differences = header_differences(found, asdict(self.header))
         if differences:
             shown = first_few(differences, separator="; ")
             raise InputError(

@@ -3,14 +3,14 @@
 A folder holds `part-*.parquet`, visible only when complete, and `manifest.json`, written when the last part is there.
 Samples that an engine or the context refused are in `rejected-*.parquet`, with the reason and without routing.
 `experts` is [T, L, K] in C order, ids ascending in each group of K, in the narrowest unsigned type that holds E-1,
-little-endian; its byte length is always T·L·K·itemsize.
+little-endian; its byte length is always T·L·K·itemsize. `source_id`, the prompt row's own id, may be null, and parts
+written before it existed lack the column.
 
 The `datasets` library's numpy and torch formats strip trailing zero bytes of such a value: read it with Arrow.
 
 Letters: T tokens, L MoE layers, E experts, K experts per token.
 """
 
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,16 +20,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ecospec.errors import DamageError, InputError, first_few
-from ecospec.files import read_json
+from ecospec.errors import DamageError
 
-SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 PARTS, REJECTED = "part-*.parquet", "rejected-*.parquet"
 LOCK = ".lock"  # held by whichever worker makes something visible
 LEFTOVERS = (".part-*.partial", ".rejected-*.partial", ".manifest.json.*.partial")  # of `replace_file`
 HEADER_KEY = b"ecospec"  # of each part's schema metadata: the manifest's header as JSON
-TRAIN_PERCENT = 80
 REMEDY = f"delete it and {MANIFEST}, then run the same ecospec-trace command again"
 COLUMNS = pa.schema(
     [
@@ -41,26 +38,16 @@ COLUMNS = pa.schema(
         ("prompt_len", pa.int32()),
         ("experts", pa.binary()),
         ("split", pa.string()),
+        ("source_id", pa.string()),
     ]
 )
-REJECTED_COLUMNS = pa.schema([*(COLUMNS.field(name) for name in COLUMNS.names[:4]), ("reason", pa.string())])
-_REQUIRED = {"schema", "target", "moe_layers", "num_experts", "top_k", "id_dtype", "prompts", "samples", "parts"}
-_REQUIRED_WITHIN = {  # of a mapping, or of each mapping in a list
-    "target": {"name", "config_sha256"},
-    "prompts": {"dataset", "samples"},
-    "samples": {"written", "rejected"},
-    "parts": {"file", "rows", "sha256"},
-}
+REJECTED_COLUMNS = pa.schema(
+    [*(COLUMNS.field(name) for name in COLUMNS.names[:4]), ("reason", pa.string()), COLUMNS.field("source_id")]
+)
 
 
 def id_dtype(num_experts: int) -> np.dtype:
     return np.min_scalar_type(num_experts - 1).newbyteorder("<")
-
-
-def split_of(dataset: str, row: int) -> str:
-    """`train` for 80 % of the rows, else `test`: by sha256 of `dataset/row`, so that all turns fall together."""
-    digest = hashlib.sha256(f"{dataset}/{row}".encode()).hexdigest()
-    return "train" if int(digest, 16) % 100 < TRAIN_PERCENT else "test"
 
 
 def encode_experts(experts_TLK: np.ndarray, num_experts: int) -> bytes:
@@ -87,46 +74,6 @@ def require_sound_ids(experts_TLK: np.ndarray, num_experts: int) -> None:
         raise DamageError("a token uses one expert twice in a layer, or its ids do not ascend")
 
 
-def read_manifest(folder: str | Path) -> dict:
-    """Raises InputError when `folder` is no finished trace folder of this version, DamageError for a broken one."""
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise InputError(f"{folder}: no such folder")
-    path = folder / MANIFEST
-    if not path.exists():
-        unfinished = any(folder.glob(PARTS))
-        remedy = "unfinished: run the same ecospec-trace command again" if unfinished else f"it has no {MANIFEST}"
-        raise InputError(f"{folder}: is not a complete trace folder ({remedy})")
-    manifest = read_json(path)
-    missing = _REQUIRED - set(manifest) if isinstance(manifest, dict) else _REQUIRED
-    if missing:
-        raise InputError(f"{path}: is no trace manifest (without {first_few(sorted(missing))})")
-    if manifest["schema"] != SCHEMA_VERSION:
-        raise InputError(f"{path}: has trace schema {manifest['schema']}, this version reads {SCHEMA_VERSION}")
-    for key, required in _REQUIRED_WITHIN.items():
-        for item in manifest[key] if isinstance(manifest[key], list) else [manifest[key]]:
-            missing = required - set(item) if isinstance(item, dict) else required
-            if missing:
-                raise _damaged(path, f"{key} without {first_few(sorted(missing))}")
-    _require_numbers(manifest, path)
-    return manifest
-
-
-def _require_numbers(manifest: dict, path: Path) -> None:
-    layers, counts = manifest["moe_layers"], [manifest["num_experts"], manifest["top_k"]]
-    if not (isinstance(layers, list) and layers and all(isinstance(layer, int) for layer in layers)):
-        raise _damaged(path, "moe_layers is no list of numbers")
-    if not all(isinstance(count, int) and count > 0 for count in counts) or counts[1] > counts[0]:
-        raise _damaged(path, "num_experts and top_k make no sense")
-    files = [part["file"] for part in (*manifest["parts"], *manifest.get("rejected_parts", []))]
-    if not all(isinstance(file, str) for file in files) or len(set(files)) < len(files):
-        raise _damaged(path, "parts are listed twice or without a name")
-
-
-def _damaged(path: Path, why: str) -> DamageError:
-    return DamageError(f"{path}: damaged ({why}); delete it and run the same ecospec-trace command again")
-
-
 def header_of(schema: pa.Schema, path: Path) -> dict:
     """What the part `path` says of the job it was written for. Raises DamageError when that cannot be read."""
     with reading(path):
@@ -146,9 +93,14 @@ def open_part(path: Path, columns: pa.Schema = COLUMNS, footer: pq.FileMetaData 
     """
     with reading(path):
         file = pq.ParquetFile(path, metadata=footer, memory_map=True, page_checksum_verification=True)
-        if not file.schema_arrow.remove_metadata().equals(columns):
+        found = file.schema_arrow.remove_metadata()
+        if not (found.equals(columns) or found.equals(_without_source_id(columns))):
             raise DamageError("its columns are not those of a trace")
     return file
+
+
+def _without_source_id(columns: pa.Schema) -> pa.Schema:
+    return columns.remove(columns.get_field_index("source_id"))
 
 
 @contextmanager

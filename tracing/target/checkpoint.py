@@ -18,6 +18,7 @@ from transformers.utils.hub import cached_file, cached_files
 
 from ecospec.errors import InputError, brief, first_few
 from ecospec.files import read_json
+from ecospec.hub import hub_or_cache
 from ecospec.tracing.target import fp8
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -165,14 +166,16 @@ class Checkpoint:
         if not names:
             return []
         try:
-            return [Path(path) for path in cached_files(str(self.source), names, revision=self._revision)]
+            with hub_or_cache(self.source):
+                return [Path(path) for path in cached_files(str(self.source), names, revision=self._revision)]
         except OSError:  # what it raises for a file that is absent, or that the hub does not give
             absent = [name for name in names if self._find(name) is None]
             raise InputError(f"{self.name}: its index names {first_few(absent)}, which cannot be found") from None
 
     def _find(self, name: str) -> Path | None:
         try:
-            path = cached_file(str(self.source), name, revision=self._revision)
+            with hub_or_cache(self.source):
+                path = cached_file(str(self.source), name, revision=self._revision)
         except OSError as error:  # what it raises for an unknown hub id and for one without this file
             self._refusal = brief(error)
             return None

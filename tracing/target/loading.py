@@ -1,15 +1,11 @@
-"""Load a MoE target: resolve its name, refuse what cannot work before any weight is read, widen where asked."""
+"""Load a MoE target: refuse what cannot work before any weight is read, widen where asked."""
 
 import os
 import re
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
 import torch
-import yaml
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -23,11 +19,12 @@ from transformers import (
 )
 
 from ecospec.configs.schema import TargetConfig
-from ecospec.configs.shipped import shipped_root
 from ecospec.errors import InputError, brief, first_few
 from ecospec.files import sha256_file, sha256_json
+from ecospec.hub import hub_or_cache
 from ecospec.tracing.target.checkpoint import Checkpoint
 from ecospec.tracing.target.fp8 import by_blocks, quantization_of
+from ecospec.tracing.target.names import resolve_target
 from ecospec.tracing.target.replicas import model_parallel_size, split_options
 from ecospec.tracing.target.routers import find_sites, top_k_of
 from ecospec.tracing.target.widening import widen_experts
@@ -69,52 +66,14 @@ class Target:
     config_sha256: str
 
 
-def lab_folder(part: str) -> Path:
-    """A folder of the lab: `target`, `drafter`, `predictor` or another trained kind, `traces`, `trees`, `prompts`."""
-    return Path(str(resources.files("ecospec.data.lab"))) / part
-
-
-def part_folder(path: str | None, part: str, option: str | None = None) -> Path:
-    """The folder of a `drafter`, or of a `predictor` or one of its kind; `lab` is the shipped one.
-
-    Raises InputError, naming `option` (by default the part's own key), when there is none.
-    """
-    option = option or ("--drafter.path" if part == "drafter" else "--predictor.path")
-    if path is None:
-        raise InputError(f"{option}: not given")
-    folder = lab_folder(part) if path == "lab" else Path(path)
-    if not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", path):
-        return _from_hub(path, option)
-    if not (folder / "config.json").is_file():
-        raise InputError(f"{option} {path}: the folder {folder} has no config.json")
-    return folder
-
-
-def _from_hub(name: str, option: str) -> Path:
-    """The local copy of a hub repository, fetched where it is not cached. Raises InputError when it cannot be had."""
-    try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.bin"]))
-    except (OSError, ValueError, HfHubHTTPError) as error:
-        why = f"no such folder, and not to be had from the hub ({brief(error)})"
-        raise InputError(f"{option} {name}: {why}") from None
-
-
-def resolve_target(name: str) -> str:
-    """Hub id or folder behind a target name (`lab`, a folder of `configs/`, or the name itself)."""
-    if name == "lab":
-        return str(lab_folder("target"))
-    shipped = shipped_root() / name / "trace.yaml"
-    if shipped.is_file():
-        target = yaml.safe_load(shipped.read_text())["target"]
-        return target["name"] if isinstance(target, dict) else target
-    return name
-
-
 def load_target_config(config: TargetConfig) -> PreTrainedConfig:
     """The model's own configuration. Raises InputError for a folder or hub id that has none."""
     path = resolve_target(config.name)
     try:
-        return AutoConfig.from_pretrained(path, revision=config.revision, trust_remote_code=config.trust_remote_code)
+        with hub_or_cache(path):
+            return AutoConfig.from_pretrained(
+                path, revision=config.revision, trust_remote_code=config.trust_remote_code
+            )
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"--target.name {config.name}: cannot read a model configuration ({brief(error)})") from None
 
@@ -246,9 +205,10 @@ def load_tokenizer(config: TargetConfig, vocab_size: int) -> PreTrainedTokenizer
     """Raises InputError when there is none, an empty one, or one with ids that the model does not know."""
     path = resolve_target(config.name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            path, revision=config.revision, trust_remote_code=config.trust_remote_code
-        )
+        with hub_or_cache(path):
+            tokenizer = AutoTokenizer.from_pretrained(
+                path, revision=config.revision, trust_remote_code=config.trust_remote_code
+            )
     except (OSError, ValueError) as error:
         raise InputError(f"--target.name {config.name}: no usable tokenizer ({brief(error)})") from None
     if len(tokenizer) <= len(tokenizer.all_special_tokens):

@@ -59,7 +59,7 @@ def replica_of(config: TargetConfig, environment: Mapping[str, str] = os.environ
     return Replica(0, 1, writes=rank == 0)
 
 
-def shared(value: T, config: TargetConfig) -> T:
+def broadcast(value: T, config: TargetConfig) -> T:
     """What the first process of a split model has, on all of them; the model is loaded already."""
     if model_parallel_size(config) == 1:
         return value
@@ -68,7 +68,7 @@ def shared(value: T, config: TargetConfig) -> T:
     return box[0]
 
 
-def part(config: TargetConfig) -> None:
+def close_process_group(config: TargetConfig) -> None:
     """Let the processes of a split model wait for each other and close their connections: nothing is computed after."""
     if model_parallel_size(config) > 1:
         torch.distributed.barrier()

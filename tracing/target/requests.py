@@ -60,7 +60,7 @@ def encode(
 
 def tokens_needed(request: Request, max_new_tokens: int) -> int:
     """Tokens that go through the model at most: the last new one never does."""
-    return len(request.ids) + (0 if request.answer_ids is not None else max_new_tokens - 1)
+    return len(request.ids) + (0 if request.answer_ids is not None else max(max_new_tokens - 1, 0))
 
 
 def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, chat_template: bool | None = None) -> list[int]:

@@ -64,6 +64,17 @@ def top_k_of(config: PreTrainedConfig) -> int:
     raise InputError(f"model type {config.model_type}: its config does not say how many experts a token uses")
 
 
+def require_k_experts(config: PreTrainedConfig) -> None:
+    """Raises InputError for a model whose tokens may use fewer than K experts with weights, which no trace can hold."""
+    text = config.get_text_config()
+    without = getattr(text, "zero_expert_num", None)
+    if without:
+        raise InputError(
+            f"target family {text.model_type} cannot be traced: {without} of its experts have no weights, so that a "
+            "token may use fewer than K, and a trace holds exactly K for each token and layer"
+        )
+
+
 def _site(name: str, module: nn.Module) -> MoeSite | None:
     ids = _id_argument(type(module))
     layer = _LAYER.search(name) if ids else None

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ecospec.configs.schema import PromptConfig, TargetConfig
+from ecospec.data.lab import LAB, shipped
 from ecospec.data.lab.recipe import measure
 from ecospec.data.lab.recipe.corpus import DOMAINS, Document
 from ecospec.data.lab.recipe.polish import Polish, decode_greedily
@@ -26,7 +27,7 @@ from ecospec.predictor.kinds.frequency.table import FrequencyTable
 from ecospec.predictor.kinds.token.table import count_tokens
 from ecospec.predictor.objective.metrics import shared_experts, top_experts
 from ecospec.tracing.stats.counts import Tally, summarise
-from ecospec.tracing.target.loading import Target, lab_folder, load_target
+from ecospec.tracing.target.loading import Target, load_target
 from ecospec.tracing.target.recorder import RoutingRecorder
 
 ANSWER_TOKENS = 256
@@ -53,7 +54,7 @@ def measure_lab(documents: Sequence[Document], yardsticks: dict[str, nn.Module],
 def shipped_weights() -> dict[str, str]:
     """sha256 of the weights that the numbers belong to."""
     parts = ("target", "drafter", *(kind.name for kind in trained_kinds()))
-    return {part: sha256_file(lab_folder(part) / "model.safetensors") for part in parts}
+    return {part: sha256_file(shipped(LAB, part) / "model.safetensors") for part in parts}
 
 
 def acceptance(target: Target, gamma: int = 4) -> dict:

@@ -23,6 +23,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ecospec.errors import InputError, brief, first_few
+from ecospec.hub import hub_or_cache
 from ecospec.inference.drafters.base import DraftHead
 from ecospec.inference.target.masks import additive
 from ecospec.tracing.target.loading import load_model
@@ -110,7 +111,8 @@ def inspect_language_model(
 
 def _read(kind: type, source: str | Path, revision: str | None) -> object:
     try:
-        return kind.from_pretrained(source, revision=revision)
+        with hub_or_cache(source):
+            return kind.from_pretrained(source, revision=revision)
     except (OSError, ValueError, KeyError) as error:
         raise _unreadable(source, kind.__name__, error) from None
 

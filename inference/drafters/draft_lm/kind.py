@@ -38,7 +38,7 @@ class LanguageModelKind(DrafterKind):
 
 def _source(config: "DrafterConfig") -> str:
     """Folder or hub id of the draft model. Raises InputError when none is named."""
-    from ecospec.tracing.target.loading import resolve_target
+    from ecospec.tracing.target.names import resolve_target
 
     if config.path is None:
         raise InputError("--drafter.path: not given; say which draft model, a folder or hub id")

@@ -33,7 +33,7 @@ class Eagle3Kind(DrafterKind):
 
     def learnt_from(self, config: "DrafterConfig") -> Path:
         """See `DrafterKind`. Raises InputError when there is no such folder."""
-        from ecospec.tracing.target.loading import part_folder
+        from ecospec.tracing.target.names import part_folder
 
         return part_folder(config.path, "drafter")
 

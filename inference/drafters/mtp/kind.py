@@ -23,7 +23,7 @@ class MtpKind(DrafterKind):
     def inspect(self, config: "DrafterConfig", target: "TargetConfig", model_config: "PreTrainedConfig") -> Facts:
         """See `DrafterKind`."""
         from ecospec.inference.drafters.mtp.head import inspect_mtp
-        from ecospec.tracing.target.loading import resolve_target
+        from ecospec.tracing.target.names import resolve_target
 
         source = config.path or resolve_target(target.name)
         summary = inspect_mtp(source, model_config, target.revision)

@@ -9,7 +9,8 @@ from ecospec.predictor.kinds.draft_mlp.head_inputs import read_head_inputs, requ
 from ecospec.predictor.kinds.draft_mlp.model import DraftMLP, DraftMLPConfig, fingerprint
 from ecospec.predictor.kinds.routing import TargetIdentity
 from ecospec.predictor.samples import subset
-from ecospec.tracing.target.loading import Target, load_target, part_folder
+from ecospec.tracing.target.loading import Target, load_target
+from ecospec.tracing.target.names import part_folder
 
 
 def new_draft_mlp(config: TrainingKeys, identity: TargetIdentity, traces: Traces) -> tuple[DraftMLP, Traces]:

@@ -8,6 +8,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 
 from ecospec.errors import InputError, brief
+from ecospec.hub import hub_or_cache
 from ecospec.predictor.kinds.predictor.config import BackboneConfig
 from ecospec.predictor.kinds.predictor.model import without_vocabulary
 
@@ -29,7 +30,8 @@ def backbone_config(config: BackboneConfig) -> PreTrainedConfig:
             intermediate_size=config.intermediate_size,
         )
     try:
-        backbone = AutoConfig.from_pretrained(config.path)
+        with hub_or_cache(config.path):
+            backbone = AutoConfig.from_pretrained(config.path)
     except (OSError, ValueError) as error:
         raise InputError(f"--backbone.path {config.path}: cannot read a model configuration ({brief(error)})") from None
     if backbone.is_encoder_decoder or not hasattr(backbone, "hidden_size"):
