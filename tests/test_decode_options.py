@@ -2,6 +2,7 @@
 
 import json
 
+import pyarrow.parquet as pq
 import pytest
 
 from ecospec.configs import cli
@@ -10,6 +11,9 @@ from ecospec.errors import InputError
 from ecospec.inference.assemble import plan_methods
 from ecospec.inference.cli import SUBCOMMANDS, main
 from ecospec.inference.config import EvalConfig
+from ecospec.inference.replay.command import TREES
+from ecospec.inference.replay.treefile import read_trees
+from ecospec.predictor.cli import main as train
 from tests.config_reads import assert_all_read, watch_reads
 from tests.decode_lab import BASELINES, options
 
@@ -81,6 +85,34 @@ def test_replay_takes_policies_sources_gammas_and_epsilons(lab, tmp_path):
     assert {run["gamma"] for run in runs} == {3, 5}
     assert {run["epsilon"] for run in runs} == {1e-6, 1.0, None}
     assert {run["gamma"] for run in replayed(lab, tmp_path)} == set(range(1, 8))
+
+
+def test_a_prompt_s_own_id_stands_in_steps_and_trees(lab, tmp_path):
+    prompts = tmp_path / "own.jsonl"
+    rows = [{"prompt": "Say why.", "id": "why/1"}, {"prompt": "Name a colour.", "question_id": 7}, {"prompt": "Go."}]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    few = {"prompts": prompts, "samples": None, "max-new-tokens": 4}
+    chosen = f'[{BASELINES}, {{"label": "a"}}]'
+    assert main(["eval", *options(lab, **few, methods=chosen, output=tmp_path / "run")]) == 0
+    assert main(["record", *options(lab, **few, output=tmp_path / "trees")]) == 0
+    expected = {("own/0/0", "why/1"), ("own/1/0", "7"), ("own/2/0", None)}
+    for file, name in ((tmp_path / "run" / "steps.parquet", "prompt"), (tmp_path / "trees" / TREES, "prompt_id")):
+        rows = pq.read_table(file, columns=[name, "source_id"]).to_pylist()
+        assert {(row[name], row["source_id"]) for row in rows} == expected
+    positions = read_trees(tmp_path / "trees" / TREES).positions
+    assert {(position.prompt_id, position.source_id) for position in positions} == expected
+
+
+@pytest.mark.parametrize("name", ["demo", "decode", "ladder"])
+def test_every_lab_configuration_that_decodes_is_checked_as_it_stands(name, capsys):
+    assert main(["check", "--config", f"lab/{name}"]) == 0
+    assert "everything fits" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "name"), [("predictor", "predictor"), ("drafter", "drafter")])
+def test_every_lab_configuration_that_trains_runs_as_it_stands(command, name, tmp_path):
+    assert train([command, "--config", f"lab/{name}", "--max-steps", "1", "--output", str(tmp_path / "out")]) == 0
 
 
 def test_every_key_of_every_subcommand_is_read(lab, tmp_path, monkeypatch, capsys):
