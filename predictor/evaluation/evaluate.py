@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ecospec.data.lab import LAB
 from ecospec.data.module import collate
 from ecospec.data.traces import Trace, Traces
 from ecospec.errors import InputError
@@ -88,8 +89,12 @@ def measure_model(model: RoutingModel, traces: Traces) -> PredictorNumbers:
 
 
 def _folders(config: EvaluateConfig) -> list[Path]:
-    """The predictor's folder and those beside it. Raises InputError when two of them hold the same kind."""
-    folders = [part_folder(config.predictor.path, "predictor")]
+    """The predictor's folder (for the lab by default its own) and those beside it.
+
+    Raises InputError when two of them hold the same kind.
+    """
+    path = LAB if config.predictor.path is None and config.target.name == LAB else config.predictor.path
+    folders = [part_folder(path, "predictor")]
     folders += [part_folder(path, "predictor", option="--rungs") for path in config.rungs]
     kinds = [kind_of(folder) for folder in folders]
     for kind, folder in zip(kinds, folders, strict=True):
