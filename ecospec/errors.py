@@ -11,19 +11,19 @@ OPTION = re.compile(r"(?<![\w-])--([\w.]*\w)")
 class InputError(ValueError):
     """Bad input: the message names the file, key or line and the remedy. Commands exit with code 2.
 
-    Where the fault is a key's, `key` is its dotted name, `value` what was given (None: nothing), and the message says
-    the rule or the remedy alone, with other keys as options: `InputError("must be 1, or give --selection.joint",
-    key="selection.gamma", value=2)`. Then `str` speaks of arguments, as Python users know them ("gamma 2: must be 1, or
-    give joint"), and `as_typed` of options ("--selection.gamma 2: must be 1, or give --selection.joint").
+    Messages name keys as options: `InputError("--selection.gamma 2: must be 1, or give --selection.joint")`. `as_typed`
+    is that message, for users of the commands; `str` speaks of arguments, as Python users know them ("gamma 2: must be
+    1, or give joint"). Where a caller may want to say it in other words, the fault's `key` and its `value` (None:
+    nothing was given) are given apart, and the message is the rule alone.
     """
 
     def __init__(self, message: str, *, key: str | None = None, value: object = None) -> None:
         self.key, self.value, self.rule = key, value, message
+        rule = OPTION.sub(lambda option: argument(option[1]), message)
         if key is not None:
             shown = repr(value) if isinstance(value, str) else value
-            rule = OPTION.sub(lambda option: argument(option[1]), message)
-            message = f"{_headed(argument(key), shown)}: {rule}"
-        super().__init__(message)
+            rule = f"{_headed(argument(key), shown)}: {rule}"
+        super().__init__(rule)
 
     @property
     def as_typed(self) -> str:

@@ -90,7 +90,7 @@ def test_a_configuration_alone_gives_a_fresh_backbone_where_that_is_asked_for(tm
     fresh = new_predictor(options(backbone=BackboneConfig(path=str(tmp_path), pretrained=False)))
     expected = {name: weight.shape for name, weight in pretrained.state_dict().items() if "embed_tokens" not in name}
     assert {name: weight.shape for name, weight in fresh.backbone.state_dict().items()} == expected
-    with pytest.raises(InputError, match=r"--backbone.path .*--backbone.pretrained false"):
+    with pytest.raises(InputError, match=r"backbone .*pretrained false"):
         new_predictor(options(backbone=BackboneConfig(path=str(tmp_path))))
 
 

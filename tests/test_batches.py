@@ -268,7 +268,7 @@ def test_reading_a_step_once_as_a_gpu_wants_it_gives_the_same_texts(options, cou
     options = {**options, "eos_token_id": [texts_to_cut[0][13], texts_to_cut[-1][9]], "repetition_penalty": 1.1}
     drafter, states = HashedDrafter(followers(texts, texts_to_cut)), []
     for free in (True, False):
-        monkeypatch.setattr(picking, "reading_is_free", lambda device, free=free: free)
+        monkeypatch.setattr(picking, "is_cpu", lambda device, free=free: free)
         generators = [torch.Generator().manual_seed(100 + row) for row in range(count)]
         out = together(model, texts, drafter, generators=generators, **options)
         states.append((out, [generator.get_state().tolist() for generator in generators]))

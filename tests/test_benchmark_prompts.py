@@ -80,8 +80,8 @@ def read(name: str, data_dir: Path | None = None) -> list[Prompt]:
 def refused(name: str, data_dir: Path | None = None) -> str:
     with pytest.raises(InputError) as caught:
         read(name, data_dir)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    assert "\n" not in caught.value.as_typed
+    return caught.value.as_typed
 
 
 def test_the_seven_are_known_by_name() -> None:

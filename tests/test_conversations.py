@@ -68,7 +68,7 @@ def test_a_template_that_writes_the_date_writes_the_same_every_day() -> None:
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no system') }}", "{% for %}"])
 def test_a_template_that_refuses_a_prompt_is_named_with_the_sample(template: str) -> None:
-    with pytest.raises(InputError, match=r"mt/0/0.*chat template cannot take it.*--chat_template false"):
+    with pytest.raises(InputError, match=r"mt/0/0.*chat template cannot take it.*chat_template false"):
         shown(FIRST, template)
 
 
@@ -178,7 +178,7 @@ def options(lab: Path, **changes: object) -> list[str]:
     return [word for key, value in values.items() for word in (f"--{key}", str(value))]
 
 
-METHODS = f'[{{"label": "EAGLE-3", "selection": {{"policy": "confidence"}}}}, {BASELINES}]'
+METHODS = f'[{{"label": "EAGLE-3"}}, {BASELINES}]'
 
 
 @pytest.fixture

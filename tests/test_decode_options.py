@@ -2,6 +2,7 @@
 
 import json
 
+import pyarrow.parquet as pq
 import pytest
 
 from ecospec.configs import cli
@@ -10,6 +11,9 @@ from ecospec.errors import InputError
 from ecospec.inference.assemble import plan_methods
 from ecospec.inference.cli import SUBCOMMANDS, main
 from ecospec.inference.config import EvalConfig
+from ecospec.inference.replay.command import TREES
+from ecospec.inference.replay.treefile import read_trees
+from ecospec.predictor.cli import main as train
 from tests.config_reads import assert_all_read, watch_reads
 from tests.decode_lab import BASELINES, options
 
@@ -38,7 +42,7 @@ def test_an_option_that_methods_give_themselves_is_refused_naming_them(option):
 def test_a_method_s_own_gamma_is_not_passed_over_in_silence(tmp_path):
     config = tmp_path / "own.yaml"
     config.write_text("methods:\n- {label: plain, drafter: none}\n- {label: mine, selection: {gamma: 2}}\n")
-    with pytest.raises(InputError, match=r"--selection.gamma: the methods mine give their own"):
+    with pytest.raises(InputError, match=r"gamma: the methods mine give their own"):
         evaluated("--config", str(config), "--gamma", "8")
     assert evaluated("--config", str(config))[1].selection.gamma == 2
 
@@ -53,7 +57,7 @@ def test_a_method_of_another_kind_inherits_the_shape_of_the_tree_alone():
     chosen = f'[{BASELINES}, {{"label": "lookup", "drafter": {{"kind": "prompt_lookup", "topk": 1}}}}]'
     (*_, plan) = evaluated("--drafter.path", "somewhere", "--drafter.steps", "5", "--methods", chosen)
     assert (plan.drafter.path, plan.drafter.steps, plan.drafter.topk) == (None, 5, 1)
-    with pytest.raises(InputError, match=r"--drafter.path somewhere: prompt_lookup does not read it"):
+    with pytest.raises(InputError, match=r"drafter somewhere: prompt_lookup does not read it"):
         evaluated("--drafter.path", "somewhere", "--drafter.kind", "prompt_lookup")
 
 
@@ -81,6 +85,34 @@ def test_replay_takes_policies_sources_gammas_and_epsilons(lab, tmp_path):
     assert {run["gamma"] for run in runs} == {3, 5}
     assert {run["epsilon"] for run in runs} == {1e-6, 1.0, None}
     assert {run["gamma"] for run in replayed(lab, tmp_path)} == set(range(1, 8))
+
+
+def test_a_prompt_s_own_id_stands_in_steps_and_trees(lab, tmp_path):
+    prompts = tmp_path / "own.jsonl"
+    rows = [{"prompt": "Say why.", "id": "why/1"}, {"prompt": "Name a colour.", "question_id": 7}, {"prompt": "Go."}]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    few = {"prompts": prompts, "samples": None, "max-new-tokens": 4}
+    chosen = f'[{BASELINES}, {{"label": "a"}}]'
+    assert main(["eval", *options(lab, **few, methods=chosen, output=tmp_path / "run")]) == 0
+    assert main(["record", *options(lab, **few, output=tmp_path / "trees")]) == 0
+    expected = {("own/0/0", "why/1"), ("own/1/0", "7"), ("own/2/0", None)}
+    for file, name in ((tmp_path / "run" / "steps.parquet", "prompt"), (tmp_path / "trees" / TREES, "prompt_id")):
+        rows = pq.read_table(file, columns=[name, "source_id"]).to_pylist()
+        assert {(row[name], row["source_id"]) for row in rows} == expected
+    positions = read_trees(tmp_path / "trees" / TREES).positions
+    assert {(position.prompt_id, position.source_id) for position in positions} == expected
+
+
+@pytest.mark.parametrize("name", ["demo", "decode", "ladder"])
+def test_every_lab_configuration_that_decodes_is_checked_as_it_stands(name, capsys):
+    assert main(["check", "--config", f"lab/{name}"]) == 0
+    assert "everything fits" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "name"), [("predictor", "predictor"), ("drafter", "drafter")])
+def test_every_lab_configuration_that_trains_runs_as_it_stands(command, name, tmp_path):
+    assert train([command, "--config", f"lab/{name}", "--max-steps", "1", "--output", str(tmp_path / "out")]) == 0
 
 
 def test_every_key_of_every_subcommand_is_read(lab, tmp_path, monkeypatch, capsys):

@@ -149,14 +149,14 @@ def test_the_walk_follows_the_targets_choices(choices, expected, kept):
     (step,) = walk(stack([tree]), Script(choices).logits, [row])
     assert row.ids_T[1:].tolist() == step.emitted == expected
     assert step.kept == kept
-    assert (step.uncut, step.ended, step.verified) == (len(expected), False, 5)
+    assert (step.would_emit, step.ended, step.verified) == (len(expected), False, 5)
 
 
 def test_a_text_that_ends_inside_a_step_is_cut_there_but_the_step_counts_in_full():
     tree = DraftTree(torch.tensor([0, 1, 3]), torch.tensor([-1, 0, 1]), torch.ones(3), torch.tensor([0, 1, 2]))
     row = Row(torch.tensor([0]), Picker(LogitsProcessorList(), ends_with(1), False))
     (step,) = walk(stack([tree]), Script([1, 3, 5]).logits, [row])
-    assert (row.ids_T.tolist(), step.emitted, step.uncut, step.ended) == ([0, 1], [1], 3, True)
+    assert (row.ids_T.tolist(), step.emitted, step.would_emit, step.ended) == ([0, 1], [1], 3, True)
 
 
 def test_what_is_not_supported_is_refused_by_name():

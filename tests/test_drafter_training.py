@@ -87,7 +87,7 @@ def test_a_target_that_rescales_its_logits_is_refused() -> None:
         out.logits = out.logits / 2
 
     model.register_forward_hook(halve)
-    with pytest.raises(InputError, match="--target"):
+    with pytest.raises(InputError, match="target"):
         read_text(model, LAYERS, [sample(range(8))], 64)
 
 

@@ -65,8 +65,10 @@ def test_tables_from_traces_serve_as_footprints(lab, tmp_path):
 
 
 def test_every_footprint_source_decodes_plain_decodings_text(lab, rungs, tmp_path, capsys):
-    command = options(lab, methods=rungs, traces=lab.root / "traces", temperature="1", output=tmp_path / "run")
-    checked = options(lab, methods=rungs, traces=lab.root / "traces", threads=None)
+    command = options(
+        lab, predictor=None, methods=rungs, traces=lab.root / "traces", temperature="1", output=tmp_path / "run"
+    )
+    checked = options(lab, predictor=None, methods=rungs, traces=lab.root / "traces", threads=None)
     assert main(["check", *checked]) == 0
     assert f"{tmp_path / 'mlp'}, 0.00 M weights" in (out := capsys.readouterr().out)
     assert "fed the drafter's hidden 32" in out
@@ -87,7 +89,12 @@ def test_every_footprint_source_decodes_plain_decodings_text(lab, rungs, tmp_pat
 
 def test_several_sources_are_recorded_at_once_and_replayed_beside_oracle(lab, rungs, tmp_path, capsys):
     command = options(
-        lab, methods=rungs, traces=lab.root / "traces", **{"max-new-tokens": 6}, output=tmp_path / "trees"
+        lab,
+        predictor=None,
+        methods=rungs,
+        traces=lab.root / "traces",
+        **{"max-new-tokens": 6},
+        output=tmp_path / "trees",
     )
     assert main(["record", *command]) == 0
     schema = pq.read_schema(tmp_path / "trees" / "trees.parquet")
@@ -117,7 +124,7 @@ def test_what_one_tree_file_cannot_hold_is_refused(lab, tmp_path, capsys):
     ("changes", "words"),
     [
         ({"footprints": "linear"}, ["holds a draft_mlp", "need a linear"]),
-        ({"drafter.kind": "prompt_lookup"}, ["draft with eagle3 or mtp"]),
+        ({"drafter.kind": "prompt_lookup", "drafter": None}, ["draft with eagle3 or mtp"]),
         ({"draft_size": 48}, ["reads 48 hidden values", "32"]),
         ({"num_layers": 5}, ["5 MoE layers"]),
         ({"target_config_sha256": "0"}, ["another target"]),
@@ -194,7 +201,8 @@ def test_seeds_differ_by_prompt_and_repeat():
 
 @pytest.mark.parametrize("command", ["eval", "generate", "check"])
 def test_gamma_zero_is_refused(lab, capsys, command, tmp_path):
-    one_line(capsys, main([command, *options(lab, gamma=0, output=tmp_path / "run")]), "gamma 0")
+    read = {"eval": {"output": tmp_path / "run"}, "generate": {}, "check": {"threads": None}}
+    one_line(capsys, main([command, *options(lab, gamma=0, **read[command])]), "gamma 0")
 
 
 def one_line(capsys, code, *words):

@@ -87,15 +87,15 @@ def test_a_kind_is_trained_or_counted_or_neither_and_has_what_that_takes():
 
 
 def test_unknown_names_are_refused_with_those_that_there_are():
-    with pytest.raises(InputError, match=r"--selection\.footprints oracles: is none of predictor, linear"):
+    with pytest.raises(InputError, match=r"footprints oracles: is none of predictor, linear"):
         kind_named("oracles")
-    with pytest.raises(InputError, match="--kind token: is none of predictor, linear, draft_mlp"):
+    with pytest.raises(InputError, match="kind token: is none of predictor, linear, draft_mlp"):
         trained_kind("token")
 
 
 @pytest.mark.parametrize("kind", [kind for kind in all_kinds() if kind.trained or kind.counted], ids=lambda k: k.name)
 def test_what_a_kind_is_made_from_must_be_given(kind):
-    with pytest.raises(InputError, match="--predictor.path" if kind.trained else "--traces"):
+    with pytest.raises(InputError, match="predictor" if kind.trained else "traces"):
         kind.inspect(FootprintOptions(), None if kind.trained else shape(), "", None)
 
 

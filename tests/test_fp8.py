@@ -95,7 +95,7 @@ def test_scales_that_do_not_fit_are_refused_by_name(tmp_path, block):
     with pytest.raises(InputError, match=rf"{keys[0]}: .*5 × 3.*weight_block_size"):
         Checkpoint(folder).read(keys[0])
     if block is not None:
-        with pytest.raises(InputError, match=r"--target.name .*\[24, 8\].*o_proj.weight \[32, 32\] with \[5, 3\]"):
+        with pytest.raises(InputError, match=r"target .*\[24, 8\].*o_proj.weight \[32, 32\] with \[5, 3\]"):
             load_target(TargetConfig(name=str(folder), dtype="float32", dequantize=True))
 
 

@@ -26,7 +26,7 @@ def test_a_target_placed_by_a_device_map_decodes_the_same_text(tiny_target):
 
 
 def test_plain_weights_cannot_be_dequantised(tiny_target):
-    with pytest.raises(InputError, match=r"--target.dequantize: .* holds plain weights"):
+    with pytest.raises(InputError, match=r"dequantize: .* holds plain weights"):
         loading.load_target(TargetConfig(name=str(tiny_target), dequantize=True))
 
 
@@ -69,5 +69,5 @@ def test_a_drafter_that_is_neither_here_nor_on_the_hub_is_named(monkeypatch):
         raise OSError("offline")
 
     monkeypatch.setattr("ecospec.tracing.target.names.snapshot_download", offline)
-    with pytest.raises(InputError, match=r"--drafter.path nobody/nothing: no such folder, and not to be had"):
+    with pytest.raises(InputError, match=r"drafter nobody/nothing: no such folder, and not to be had"):
         part_folder("nobody/nothing", "drafter")

@@ -4,6 +4,7 @@ import csv
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -83,8 +84,18 @@ def test_replayed_rows_have_the_keys_the_order_and_the_digits_that_they_had() ->
 
 def test_the_steps_file_is_what_it_was(folder: Path) -> None:
     table, known = pq.read_table(folder / "steps.parquet"), json.loads(stored("steps.json"))
+    assert table.schema.field("source_id").type == "string"
+    table = table.drop_columns("source_id")  # which came later
     assert [[column.name, str(column.type)] for column in table.schema] == known["schema"]
     assert table.slice(0, 40).to_pylist()[::2] == known["rows"]
+
+
+def test_each_step_names_the_prompt_as_its_file_does(tmp_path: Path) -> None:
+    outcome, other = example.outcomes()[0], example.outcomes()[1]
+    named = replace(outcome, prompts=[replace(prompt, source_id="HumanEval/7") for prompt in outcome.prompts])
+    write_steps(tmp_path / "steps.parquet", [named, other])
+    steps = pq.read_table(tmp_path / "steps.parquet").to_pylist()
+    assert {(step["label"], step["source_id"]) for step in steps} == {("plain", "HumanEval/7"), ("stock", None)}
 
 
 def test_reports_are_what_they_were_but_for_the_style_sheet(tmp_path: Path) -> None:

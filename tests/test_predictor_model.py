@@ -259,5 +259,5 @@ def test_a_tied_embedding_is_found(tmp_path):
 def test_a_checkpoint_without_the_table_is_refused(tmp_path):
     folder = tiny_target_folder(tmp_path / "target")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(InputError, match=r"--target.name .* holds no weights"):
+    with pytest.raises(InputError, match=r"target .* holds no weights"):
         load_embedding(TargetConfig(name=str(folder)))

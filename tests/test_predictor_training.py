@@ -324,7 +324,7 @@ def test_traces_without_answers_in_a_split_are_refused_before_training(split):
     for item in traces:
         if item.split == split:
             item.prompt_len = len(item.input_ids)
-    with pytest.raises(InputError, match=f"--traces here: its {split} samples have no answer positions"):
+    with pytest.raises(InputError, match=f"traces here: its {split} samples have no answer positions"):
         require_answers(traces, options(traces="here"))
 
 

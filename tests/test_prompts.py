@@ -18,7 +18,7 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
 def refused(config: PromptConfig) -> str:
     with pytest.raises(InputError) as caught:
         read_prompts(config)
-    message = str(caught.value)
+    message = caught.value.as_typed
     assert "\n" not in message
     return message
 

@@ -246,7 +246,7 @@ def test_another_run_is_not_resumed(change, named, tmp_path, monkeypatch):
         trained(learnable_traces(0), options(**common | change))
     other = learnable_traces(0)
     other.manifest = replace(other.manifest, parts=[PartFile("part-0.parquet", 60, "of others")])
-    with pytest.raises(InputError, match="--traces"):
+    with pytest.raises(InputError, match="traces"):
         trained(other, options(**common))
 
 
@@ -276,7 +276,7 @@ def test_kept_predictors_of_a_finished_run_are_removed_only_when_that_is_asked_f
     kept = kept_files(tmp_path)
     assert {path.parent.name for path in kept} == {"best", "overlap-0.1"}
     losses.clear()
-    with pytest.raises(InputError, match=f"--output .*{folder} holds predictors .*--overwrite"):
+    with pytest.raises(InputError, match=f"output .*{folder} holds predictors .*overwrite"):
         trained(learnable_traces(0), options(**common))
     assert kept_files(tmp_path) == kept and not losses
     trained(learnable_traces(0), options(**common, overwrite=True))
@@ -299,7 +299,7 @@ def test_what_a_kill_left_half_written_is_removed(tmp_path):
 def test_without_samples_to_train_on_training_does_not_begin(kept, tmp_path):
     traces = learnable_traces(0)
     traces[:] = [item for item in traces if item.split == "test"]
-    with pytest.raises(InputError, match="--traces: none of the samples is of the train split"):
+    with pytest.raises(InputError, match="traces: none of the samples is of the train split"):
         trained(traces, options(output=str(tmp_path / "out") if kept else None, max_steps=2))
 
 

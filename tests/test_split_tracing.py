@@ -124,7 +124,7 @@ def test_a_family_without_a_plan_is_refused_before_any_weight_is_read(monkeypatc
     monkeypatch.setattr("ecospec.tracing.target.replicas.replica_of", lambda _: Replica(0, 1, True))
     config: PreTrainedConfig = tiny_config("olmoe")
     config.base_model_ep_plan = None
-    with pytest.raises(InputError, match=r"--target.ep_size 2: Transformers has no plan to split olmoe"):
+    with pytest.raises(InputError, match=r"ep_size 2: Transformers has no plan to split olmoe"):
         split_options(TargetConfig(ep_size=2), config)
 
 

@@ -1,6 +1,6 @@
 """Whatever reads a trace folder, by our code or not, finds the ids that were written."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import datasets
@@ -9,9 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
-from ecospec.data.traces import read_traces
+from ecospec.data.traces import Trace, read_traces
 from ecospec.files import read_json
 from ecospec.tracing.store.check import check_folder
 from ecospec.tracing.store.export import export_tokens
@@ -114,3 +115,16 @@ def test_traces_are_equal_when_all_that_they_hold_is(folder: Path) -> None:
     for change in changes:
         assert replace(traces[0], **change) != traces[0]
     assert traces[0] != traces[0].key
+
+
+@dataclass(frozen=True, eq=False)
+class WithTensor(Trace):
+    extra: torch.Tensor
+
+
+def test_traces_of_a_kind_that_holds_more_are_equal_when_that_is_too(folder: Path) -> None:
+    first, *_ = read_traces(folder)
+    held = WithTensor(**vars(first), extra=torch.ones(4, 2))
+    assert held == replace(held, extra=torch.ones(4, 2)) and hash(held) == hash(first)
+    assert held != replace(held, extra=torch.zeros(4, 2)) and held != replace(held, extra=torch.ones(4, 3))
+    assert held != first

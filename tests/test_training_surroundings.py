@@ -35,7 +35,7 @@ def test_loss_and_held_out_overlap_are_written_for_people_and_for_tensorboard(tm
 def test_wandb_is_asked_for_by_name_and_used_where_it_is_installed(tmp_path, monkeypatch):
     config, find = options(loggers=["wandb"]), importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name))
-    with pytest.raises(InputError, match="--loggers wandb: it is not installed"):
+    with pytest.raises(InputError, match="loggers wandb: it is not installed"):
         make_loggers(config, tmp_path)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: ModuleType(name) if name == "wandb" else find(name))
     made: list[dict] = []
@@ -62,7 +62,7 @@ def test_the_bar_shows_the_share_that_is_done_with_loss_and_overlap(tmp_path, mo
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without GPUs says")
 def test_deepspeed_is_refused_in_one_line_where_it_cannot_run(monkeypatch):
     config, find = options(strategy="deepspeed_stage_1", max_steps=1), importlib.util.find_spec
-    with pytest.raises(InputError, match="--strategy deepspeed_stage_1: needs CUDA GPUs"):
+    with pytest.raises(InputError, match="strategy deepspeed_stage_1: needs CUDA GPUs"):
         make_trainer(config)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "deepspeed" else find(name))
     with pytest.raises(InputError, match="DeepSpeed is not installed"):

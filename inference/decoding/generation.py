@@ -55,7 +55,7 @@ REFUSED = {  # option of GenerationConfig: the values that change nothing
     "output_attentions": (False, None),
     "output_hidden_states": (False, None),
 }
-KNOW_THEIR_ROW = (  # processors that are given all texts of a batch when they are made
+MADE_FOR_A_BATCH = (  # processors that are given all texts of a batch when they are made
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
@@ -131,7 +131,7 @@ class CustomGenerate:
         mask = torch.ones_like(input_ids) if mask is None else mask  # it has been inferred already
         input_ids, mask_BT = _checked(input_ids, mask, model, {})
         for processor in logits_processor if len(input_ids) > 1 else ():
-            if isinstance(processor, KNOW_THEIR_ROW):
+            if isinstance(processor, MADE_FOR_A_BATCH):
                 raise InputError(f"{type(processor).__name__} in a batch: use ecospec.inference.generate")
         cache = model_kwargs.get("cache")
         one = Prepared(input_ids, logits_processor, stopping_criteria, generation_config, cache)

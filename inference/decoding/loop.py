@@ -92,7 +92,7 @@ class SpeculativeLoop:
             proposer.observe(trees, told.experts_BNLK, kept)
             going = self._advance(live, walks, told, kept, proposer)
         clock.stop()
-        emitted, verified = [step.uncut for step in walks], [step.verified for step in walks]
+        emitted, verified = [step.would_emit for step in walks], [step.verified for step in walks]
         run.steps.append(Step(emitted, verified, kept, told.experts_BNLK, [number for number, _ in live], clock))
         self.on_step(Verified(trees, told, walks))
         return going

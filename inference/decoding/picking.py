@@ -75,26 +75,26 @@ class Row:
 class Walk:
     """One text's way down its tree.
 
-    `emitted`: tokens, cut where the text ends; `kept`: nodes of the accepted path, root first; `uncut`: tokens had the
-    text not ended (unless something keeps state); `verified`: real nodes of its tree.
+    `emitted`: tokens, cut where the text ends; `kept`: nodes of the accepted path, root first; `would_emit`: tokens had
+    the text not ended (unless something keeps state); `verified`: real nodes of its tree.
     """
 
     emitted: list[int]
     kept: list[int]
-    uncut: int
+    would_emit: int
     ended: bool
     verified: int
 
 
-def reading_is_free(device: torch.device) -> bool:
-    """A GPU's values are waited for."""
+def is_cpu(device: torch.device) -> bool:
+    """Whether a value can be read without waiting: a GPU's is waited for."""
     return device.type == "cpu"
 
 
 def walk(trees: DraftTrees, logits_BNV: Tensor, rows: list[Row]) -> list[Walk]:
     """Follow the target's own choices down the trees; the rows' texts grow by what was emitted."""
     device, index_B = logits_BNV.device, torch.arange(len(rows), device=logits_BNV.device)
-    reads_each = reading_is_free(device) or any(row.picker.keeps_state for row in rows)
+    reads_each = is_cpu(device) or any(row.picker.keeps_state for row in rows)
     node_B, alive_B = torch.zeros_like(index_B), torch.ones_like(index_B, dtype=torch.bool)
     texts = [row.ids_T[None] for row in rows]
     stops_B = torch.tensor([row.picker.keeps_state for row in rows], device=device)

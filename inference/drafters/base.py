@@ -54,7 +54,7 @@ class BatchDrafter(ABC):
 
     @abstractmethod
     def keep_rows(self, rows: list[int]) -> None:
-        """The other texts have ended: from now on only these are drafted, in this order."""
+        """Drop all texts but `rows`: from now on these are drafted, in this order."""
 
     def give_hidden(self) -> None:
         """From now on trees have `hidden_BNH`. Raises InputError for a drafter without hidden input."""

@@ -57,6 +57,8 @@ def summarise(
 def write_steps(path: Path, outcomes: list[Outcome]) -> None:
     """`steps.parquet`: a row for each text of each step: what was decoded, then what the step measured."""
     table = pa.Table.from_pylist([row for outcome in outcomes for row in _step_rows(outcome)])
+    fields = [pa.field("source_id", pa.string()) if one.name == "source_id" else one for one in table.schema]
+    table = table.cast(pa.schema(fields))  # a column of text even where no prompt has an id
     replace_file(path, lambda partial: pq.write_table(table, partial, compression="zstd"))
 
 
@@ -70,6 +72,7 @@ def _step_rows(outcome: Outcome) -> Iterator[dict]:
                 "temperature": outcome.temperature,
                 "batch_size": outcome.batch_size,
                 "prompt": outcome.prompts[row].sample_id,
+                "source_id": outcome.prompts[row].source_id,
                 "row": row,
                 "step": number,
                 "emitted": emitted,

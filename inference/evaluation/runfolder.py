@@ -30,12 +30,12 @@ def run_eval(config: EvalConfig, output: Path) -> str:
         raise InputError("methods: one must be plain (drafter: none); speed and losslessness are measured against it")
     prompts = prompts_in_context(config)
     preflight(config, plans, config.batch_size)
-    shown = _Shown(config, plans)
+    context = RunContext(config, plans)
     target = load_target(config.target)
     outcomes, differences = evaluate(config, target, plans, prompts)
-    runs = summarise(config, target, plans, outcomes, differences, shown.seen, shown.overlaps)
+    runs = summarise(config, target, plans, outcomes, differences, context.seen, context.overlaps)
     rows = [run.to_json(RESULTS) for run in runs]
-    results = {"runs": rows, "ladder": shown.ladder, "notice": config.notice}
+    results = {"runs": rows, "ladder": context.ladder, "notice": config.notice}
     replace_folder(output, lambda folder: _write(folder, output.name, config, results, outcomes))
     return markdown_table(read_runs([output]))
 
@@ -48,7 +48,7 @@ def prompts_in_context(config: DecodingConfig) -> list[Prompt]:
     return prompts
 
 
-class _Shown:
+class RunContext:
     """What the run folder says beside the measurements: overlaps of the predictors, and which data sets were seen.
 
     `metrics`: those of each trained model, by (footprints, name of its folder).

@@ -19,13 +19,13 @@ class Turns:
     def __init__(self, config: DecodingConfig, target: Target) -> None:
         self.config = config
         self.target = target
-        self._said: dict[str, tuple[str, ...]] = {}
+        self._answers: dict[str, tuple[str, ...]] = {}
 
     def complete(self, prompt: Prompt) -> Prompt:
         """`prompt` with its history. Raises InputError, naming it, when that makes it outgrow the target's context."""
         if prompt.follows is None:
             return prompt
-        prompt = after(prompt, self._said)
+        prompt = after(prompt, self._answers)
         requests = encode([prompt], self.target.tokenizer, teacher_force=False, chat_template=self.config.chat_template)
         require_context(requests, context_of(self.target.model.config), self.config.max_new_tokens)
         return prompt
@@ -33,7 +33,7 @@ class Turns:
     def note(self, prompts: Sequence[Prompt], answers: Sequence[Sequence[int]]) -> None:
         """Keep the answers, new token ids [T] each, to prompts that are complete."""
         for prompt, ids in zip(prompts, answers, strict=True):
-            self._said[prompt.sample_id] = answered(prompt, answer_text(ids, self.target.tokenizer))
+            self._answers[prompt.sample_id] = answered(prompt, answer_text(ids, self.target.tokenizer))
 
 
 def require_room(
@@ -44,9 +44,9 @@ def require_room(
 ) -> None:
     """Raises InputError, naming the sample, when a prompt cannot fit the context: the answers before it are taken to be
     empty, and as many tokens as may be generated are set aside for each of them."""
-    said: dict[str, tuple[str, ...]] = {}
+    answers: dict[str, tuple[str, ...]] = {}
     for prompt in prompts:
-        unanswered = after(prompt, said)
-        said[prompt.sample_id] = answered(unanswered, "")
+        unanswered = after(prompt, answers)
+        answers[prompt.sample_id] = answered(unanswered, "")
         requests = encode([unanswered], tokenizer, teacher_force=False, chat_template=config.chat_template)
         require_context(requests, context_of(model_config), config.max_new_tokens * (1 + prompt.turn))

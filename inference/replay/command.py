@@ -1,6 +1,7 @@
 """The shells of `ecospec-decode record` and `replay`: trees in a folder once, then any selection without the target."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -129,7 +130,8 @@ def _positions(config: RecordConfig, target: Target, trees: TreeRecorder, prompt
         ids = torch.tensor([prompt_ids(prompt, target.tokenizer, config.chat_template)], device=target.model.device)
         seed = sample_seed(config.seed, prompt.sample_id)
         generator = torch.Generator(target.model.device).manual_seed(seed)
-        yield from trees.record(prompt.sample_id, ids, generator, **options)
+        for position in trees.record(prompt.sample_id, ids, generator, **options):
+            yield replace(position, source_id=prompt.source_id)
         turns.note([prompt], [trees.last_answer])
 
 

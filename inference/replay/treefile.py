@@ -42,6 +42,7 @@ DRAFTS = pa.schema(
 COLUMNS = pa.schema(
     [
         ("prompt_id", pa.string()),
+        ("source_id", pa.string()),
         ("position", pa.int32()),
         ("root", pa.int32()),
         *DRAFTS,
@@ -89,7 +90,8 @@ class Position:
 
     `prob_M` float32: draft probability given the parent; `rank_M`: place among siblings, from 0; `accepted_M`: the
     target's own text goes on with the draft's whole path; `target_prob_M`: the target's probability of the draft given
-    its parent; `predicted`: expert ids [N, L, K] by the name of the recorded source.
+    its parent; `predicted`: expert ids [N, L, K] by the name of the recorded source; `source_id`: the prompt row's own
+    id in the user's data, where it has one.
     """
 
     prompt_id: str
@@ -104,6 +106,7 @@ class Position:
     target_prob_M: np.ndarray
     experts_true_NLK: np.ndarray
     predicted: Mapping[str, np.ndarray] = field(default_factory=dict)
+    source_id: str | None = None
 
     @property
     def width(self) -> int:
@@ -186,8 +189,8 @@ def _reading(path: Path) -> Iterator[None]:
 
 def _read_identity(path: Path, schema: pa.Schema) -> Identity:
     text = (schema.metadata or {}).get(METADATA_KEY)
-    recorded = set(PREDICTED.values()) & set(schema.names)  # a file lacks those of kinds that it is older than
-    absent = set(PREDICTED.values()) - recorded
+    recorded = set(PREDICTED.values()) & set(schema.names)
+    absent = {*PREDICTED.values(), "source_id"} - set(schema.names)  # what a file is older than
     wrong = [column.name for column in COLUMNS if column.name not in absent and column not in list(schema)]
     if text is None or wrong or not recorded:
         raise InputError(f"--trees {path}: is no tree file; ecospec-decode record writes them")
@@ -203,6 +206,7 @@ def _to_row(position: Position, num_experts: int) -> dict:
     encoded = {PREDICTED[source]: encode_experts(ids_NLK, num_experts) for source, ids_NLK in predicted}
     return {
         "prompt_id": position.prompt_id,
+        "source_id": position.source_id,
         "position": position.position,
         "root": position.root,
         **{name: getattr(position, f"{name}_M") for name in DRAFTS.names},
@@ -216,7 +220,8 @@ def _positions(batch: pa.RecordBatch, identity: Identity) -> Iterator[Position]:
     columns = {"experts_true": "experts_true"} | {
         column: source for source, column in PREDICTED.items() if column in batch.schema.names
     }
-    heads = batch.select(["prompt_id", "position", "root", *columns]).to_pylist()
+    own = [name for name in ("prompt_id", "source_id", "position", "root") if name in batch.schema.names]
+    heads = batch.select([*own, *columns]).to_pylist()
     shape = (identity.num_layers, identity.top_k, identity.num_experts)
     for number, head in enumerate(heads):
         drafts = {f"{name}_M": values[number] for name, values in lists.items()}

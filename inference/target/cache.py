@@ -59,7 +59,7 @@ class RowCache:
         self.keep([list(range(count)) for count in counts], entries)
 
     def keep_rows(self, rows: list[int]) -> None:
-        """The other texts have ended."""
+        """Drop all texts but `rows`."""
         width = self.width
         self.cache.batch_select_indices(torch.tensor(rows))
         self.lengths = [self.lengths[row] for row in rows]
