@@ -232,8 +232,8 @@ def test_a_run_cut_off_right_after_it_had_decided_to_stop_early_trains_no_furthe
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"learning_rate": 0.5}, "--learning_rate 0.5: .* had 0.01"),
-        ({"batch_size": 7}, "--batch_size 7: .* had None"),
+        ({"learning_rate": 0.5}, "learning_rate 0.5: .* had 0.01"),
+        ({"batch_size": 7}, "batch_size 7: .* had None"),
         ({"devices": 2}, "this run has 2 processes: .* had 1"),
     ],
 )
@@ -258,9 +258,9 @@ def test_a_model_made_for_something_else_is_not_resumed(tmp_path, monkeypatch):
     with pytest.raises(Cut):
         fit(draft_mlp(TABLE, **made), traces, config)
     for changes, table, named in (
-        ({"drafter_fingerprint": "second"}, TABLE, "--drafter.path: .* head has changed: .* had first"),
-        ({"target_config_sha256": "second"}, TABLE, "--target.name: .* configuration has changed: .* had first"),
-        ({"embedding_sha256": embedding_hash(-TABLE)}, -TABLE, "--target.name: .* table has changed"),
+        ({"drafter_fingerprint": "second"}, TABLE, "drafter: .* head has changed: .* had first"),
+        ({"target_config_sha256": "second"}, TABLE, "target: .* configuration has changed: .* had first"),
+        ({"embedding_sha256": embedding_hash(-TABLE)}, -TABLE, "target: .* table has changed"),
     ):
         with pytest.raises(InputError, match=named):
             fit(draft_mlp(table, **made | changes), traces, config)
