@@ -72,15 +72,15 @@ def test_deepspeed_is_refused_in_one_line_where_it_cannot_run(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"batch_size": 0}, "--batch_size 0"),
-        ({"batch_size": 16, "accumulate": 3}, "--batch_size 16: must be a multiple of 3"),
-        ({"accumulate": 0}, "--accumulate 0"),
-        ({"devices": 0}, "--devices 0"),
-        ({"num_nodes": 0}, "--num_nodes 0"),
-        ({"validate_every": -1}, "--validate_every -1"),
-        ({"early_stopping": 0}, "--early_stopping 0"),
+        ({"batch_size": 0}, "batch_size 0"),
+        ({"batch_size": 16, "accumulate": 3}, "batch_size 16: must be a multiple of 3"),
+        ({"accumulate": 0}, "accumulate 0"),
+        ({"devices": 0}, "devices 0"),
+        ({"num_nodes": 0}, "num_nodes 0"),
+        ({"validate_every": -1}, "validate_every -1"),
+        ({"early_stopping": 0}, "early_stopping 0"),
         ({"early_stopping": 2, "validate_every": 0}, "--early_stopping"),
-        ({"checkpoint_overlaps": [0.5, 1.5]}, "--checkpoint_overlaps 1.5"),
+        ({"checkpoint_overlaps": [0.5, 1.5]}, "checkpoint_overlaps 1.5"),
     ],
 )
 def test_impossible_keys_are_named(changes, named):
