@@ -194,6 +194,11 @@ class EvaluateConfig(TracedConfig, *dict.fromkeys(kind.evaluation_keys for kind 
     predictor: PredictorConfig = field(default_factory=PredictorConfig)
     rungs: list[str] = field(default_factory=list)
     """Models of other kinds to measure beside it: folders, or the lab's, as `lab/KIND`."""
+    given: ClassVar[frozenset[str]] = frozenset()
+
+    def given_on_command_line(self, keys: frozenset[str]) -> None:
+        """Note the keys given: which of them are read, the kinds of the folders say."""
+        self.given = keys
 
 
 def require_positive(config: object, *names: str) -> None:

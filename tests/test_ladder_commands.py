@@ -16,6 +16,7 @@ from ecospec.predictor.evaluation.generalisation import SHARES, part_of, without
 from ecospec.predictor.kinds import trained_kinds
 from ecospec.predictor.kinds.loading import kind_of
 from ecospec.tracing.cli import main as trace
+from ecospec.tracing.target.names import own_part
 from tests.config_reads import assert_all_read, watch_reads
 from tests.test_eval import save_head
 
@@ -101,6 +102,19 @@ def test_two_rungs_of_a_kind_are_refused(made, capsys):
     words = ["evaluate", *made.traces, "--predictor", str(made.root / "linear"), "--rungs", str(made.root / "linear")]
     assert train(words) == 2
     assert "a linear, of which there is another one" in capsys.readouterr().err
+
+
+def test_a_draft_head_that_no_measured_model_reads_is_refused(made, capsys):
+    words = ["evaluate", *made.traces, *made.drafter, "--predictor", str(made.root / "linear")]
+    assert train(words) == 2
+    assert "--drafter.path: no model that is measured reads it" in capsys.readouterr().err
+
+
+def test_a_draft_mlp_takes_the_labs_head_on_the_lab_alone(made, tmp_path, capsys):
+    words = ["predictor", *made.traces, *SHORT, "--kind", "draft_mlp", "--output", str(tmp_path / "out")]
+    assert train(words) == 2
+    assert "--drafter.path: not given" in capsys.readouterr().err
+    assert own_part(None, "lab") == "lab" and own_part("mine", "lab") == "mine"
 
 
 def test_a_draft_mlp_is_measured_and_decodes_only_with_its_own_head(made, tmp_path, capsys):

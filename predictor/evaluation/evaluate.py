@@ -6,13 +6,12 @@ Letters: T tokens, A depths of a draft, L MoE layers, E experts, H hidden width,
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ecospec.data.lab import LAB
 from ecospec.data.module import collate
 from ecospec.data.traces import Trace, Traces
 from ecospec.errors import InputError
@@ -20,15 +19,16 @@ from ecospec.files import read_json, replace_folder, require_new_folder
 from ecospec.predictor.config import EvaluateConfig
 from ecospec.predictor.embedding import load_embedding
 from ecospec.predictor.evaluation.metrics import METRICS, PredictorMetrics
-from ecospec.predictor.kinds import all_kinds
+from ecospec.predictor.kinds import all_kinds, trained_kinds
 from ecospec.predictor.kinds.base import Baseline
 from ecospec.predictor.kinds.loading import kind_of, kind_of_model, load_predictor, require_target
 from ecospec.predictor.kinds.routing import RoutingModel
+from ecospec.predictor.kinds.trained import TrainedKind
 from ecospec.predictor.objective.loss import CHUNK_TOKENS
 from ecospec.predictor.objective.metrics import PredictorNumbers, measure
 from ecospec.predictor.training.task import inspect_target, open_target_traces
 from ecospec.provenance import Provenance
-from ecospec.tracing.target.names import part_folder
+from ecospec.tracing.target.names import own_part, part_folder
 
 STEP_TOKENS = 11  # nodes of the default draft tree (3 steps, top-2), root included
 STEP_CONTEXT = 256  # tokens before them
@@ -89,18 +89,27 @@ def measure_model(model: RoutingModel, traces: Traces) -> PredictorNumbers:
 
 
 def _folders(config: EvaluateConfig) -> list[Path]:
-    """The predictor's folder (for the lab by default its own) and those beside it.
+    """The predictor's folder and those beside it.
 
-    Raises InputError when two of them hold the same kind.
+    Raises InputError when two of them hold the same kind, and for a key that was given and that none reads.
     """
-    path = LAB if config.predictor.path is None and config.target.name == LAB else config.predictor.path
-    folders = [part_folder(path, "predictor")]
+    folders = [part_folder(own_part(config.predictor.path, config.target.name), "predictor")]
     folders += [part_folder(path, "predictor", option="--rungs") for path in config.rungs]
     kinds = [kind_of(folder) for folder in folders]
     for kind, folder in zip(kinds, folders, strict=True):
         if kinds.count(kind) > 1:
             raise InputError(f"--rungs {folder}: a {kind.name}, of which there is another one; measure them apart")
+    _require_read(config, kinds)
     return folders
+
+
+def _require_read(config: EvaluateConfig, measured: list[TrainedKind]) -> None:
+    """Raises InputError for a key that was given, and that only kinds read which are not measured."""
+    read = {key.name for kind in measured for key in fields(kind.evaluation_keys)}
+    of_kinds = {key.name for kind in trained_kinds() for key in fields(kind.evaluation_keys)}
+    for key in sorted(config.given):
+        if key.partition(".")[0] in of_kinds - read:
+            raise InputError(f"--{key}: no model that is measured reads it; leave it out")
 
 
 def _with_what_they_read(config: EvaluateConfig, traces: Traces, models: Sequence[RoutingModel]) -> Traces:

@@ -24,6 +24,11 @@ def resolve_target(name: str) -> str:
     return name
 
 
+def own_part(path: str | None, target: str) -> str | None:
+    """The `path` of a trained part; where none is given, that of the target itself, if it is shipped with its parts."""
+    return target if path is None and shipped(target, "target") is not None else path
+
+
 def part_folder(path: str | None, part: str, option: str | None = None) -> Path:
     """The folder of a `drafter`, or of a `predictor` or one of its kind; `lab` is the shipped one.
 

@@ -26,8 +26,8 @@ class MLPConfig:
 class HeadInputConfig:
     """The draft head whose hidden input a draft MLP reads."""
 
-    path: str | None = "lab"
-    """EAGLE-3 head whose hidden input a draft MLP reads: a folder, or `lab`."""
+    path: str | None = None
+    """Folder of the EAGLE-3 head whose hidden input a draft MLP reads; the lab's own where the lab is the target."""
     steps: int = 3
     """How many tokens deep its drafts go."""
     feature_layers: list[int] | None = None

@@ -10,7 +10,7 @@ from ecospec.predictor.kinds.draft_mlp.model import DraftMLP, DraftMLPConfig, fi
 from ecospec.predictor.kinds.routing import TargetIdentity
 from ecospec.predictor.samples import subset
 from ecospec.tracing.target.loading import Target, load_target
-from ecospec.tracing.target.names import part_folder
+from ecospec.tracing.target.names import own_part, part_folder
 
 
 def new_draft_mlp(config: TrainingKeys, identity: TargetIdentity, traces: Traces) -> tuple[DraftMLP, Traces]:
@@ -38,7 +38,8 @@ def samples_for(config: EvaluationKeys, traces: Traces, model: DraftMLP) -> Trac
 
 def _target_and_head(target_config: TargetConfig, config: HeadInputConfig) -> tuple[Target, Eagle3Head]:
     """The target, and the draft head on its embeddings. Raises InputError when the head cannot be rolled out."""
-    target, folder = load_target(target_config), part_folder(config.path, "drafter")
+    folder = part_folder(own_part(config.path, target_config.name), "drafter")
+    target = load_target(target_config)
     head = load_head(folder, target.model.config, config.feature_layers, config.rope_theta).attach(target.model)
     require_rollout(head)
     return target, head.to(target.model.get_input_embeddings().weight.device)
