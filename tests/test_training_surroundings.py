@@ -79,7 +79,7 @@ def test_deepspeed_is_refused_in_one_line_where_it_cannot_run(monkeypatch):
         ({"num_nodes": 0}, "num_nodes 0"),
         ({"validate_every": -1}, "validate_every -1"),
         ({"early_stopping": 0}, "early_stopping 0"),
-        ({"early_stopping": 2, "validate_every": 0}, "early_stopping"),
+        ({"early_stopping": 2, "validate_every": 0}, "early_stopping: needs held-out overlap"),
         ({"checkpoint_overlaps": [0.5, 1.5]}, "checkpoint_overlaps 1.5"),
     ],
 )
