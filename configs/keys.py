@@ -7,7 +7,8 @@ import dataclasses
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import jsonargparse
 
@@ -85,7 +86,7 @@ def expand_short_forms(schema: type, values: dict) -> dict:
         elif group and isinstance(value, dict):
             value = expand_short_forms(group, value)
         elif group and name in SHORT_FORMS and value is not None:
-            value = {SHORT_FORMS[name]: value}
+            value = expand_short_forms(group, {SHORT_FORMS[name]: value})
         elif list_item(hint) and value is not None and not isinstance(value, list):
             value = [value]  # one subcommand's list may be another's single value
         expanded[str(name).replace("-", "_")] = value
@@ -115,14 +116,25 @@ def override(base: object, changes: dict, where: str) -> object:
     """A copy of the instance `base` with `changes` applied, type-checked. Raises InputError naming `where`."""
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(type(base))
+    with renamed(where):  # for checks in the group itself
+        try:
+            values = parser.instantiate(parser.parse_object(dataclasses.asdict(base) | changes))
+            return type(base)(**values.as_dict())
+        except InputError:
+            raise
+        except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
+            raise InputError(f"{where}: {reworded(error)}") from None
+
+
+@contextmanager
+def renamed(where: str) -> Iterator[None]:
+    """Let an InputError that names a key of a group name it as a key of `where`."""
     try:
-        values = parser.instantiate(parser.parse_object(dataclasses.asdict(base) | changes))
-        return type(base)(**values.as_dict())
-    except InputError as error:  # from a check in the group itself
-        name = where if error.key is None else f"{where}.{error.key.rpartition('.')[2]} {error.value}"
-        raise InputError(f"{name}: {error.rule}") from None
-    except (jsonargparse.ArgumentError, TypeError, ValueError) as error:
-        raise InputError(f"{where}: {reworded(error)}") from None
+        yield
+    except InputError as error:
+        if error.key is None:
+            raise
+        raise InputError(f"{where}.{error.key.rpartition('.')[2]} {error.value}: {error.rule}") from None
 
 
 def one_line(error: object) -> str:

@@ -5,8 +5,8 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from ecospec.configs.schema import PredictorConfig, TargetConfig
-from ecospec.inference.assemble import MethodPlan, PartsLoader
+from ecospec.configs.schema import TargetConfig
+from ecospec.inference.assemble import MethodPlan, PartsLoader, predictor_of
 from ecospec.inference.config import DrafterConfig, SelectionConfig
 from ecospec.inference.decoding.generation import generate_with
 from ecospec.inference.decoding.method import Method
@@ -14,8 +14,7 @@ from ecospec.inference.decoding.statistics import Run
 from ecospec.inference.drafters.base import BatchDrafter, Drafter
 from ecospec.inference.drafters.kind import drafter_kind
 from ecospec.inference.footprints import FootprintSource
-from ecospec.inference.selection.config import selector
-from ecospec.inference.selection.greedy import EPSILON
+from ecospec.inference.selection.config import EPSILON, selector
 from ecospec.predictor.kinds.loading import kind_of_model
 from ecospec.predictor.kinds.routing import RoutingModel
 from ecospec.tracing.target.loading import Target, load_target
@@ -60,7 +59,7 @@ class EcoSpecDecoder:
             baseline=None if drafter else "none",
             drafter=drafter_kind(drafts.kind).complete(drafts, target),
             selection=SelectionConfig(policy, gamma, epsilon, footprints=footprints),
-            predictor=PredictorConfig(path=predictor),
+            predictor=predictor_of(target, predictor),
         )
         return cls(loaded, PartsLoader(loaded, traces).method(plan))
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ecospec.configs.keys import SHORT_FORMS, override
+from ecospec.configs.keys import SHORT_FORMS, override, renamed
 from ecospec.configs.schema import PredictorConfig
 from ecospec.errors import InputError
 from ecospec.inference.config import (
@@ -17,7 +17,7 @@ from ecospec.inference.config import (
 )
 from ecospec.inference.decoding.method import Method
 from ecospec.inference.drafters.base import BatchDrafter, DraftHead
-from ecospec.inference.drafters.kind import OWN_KEYS, DrafterKind, drafter_kind
+from ecospec.inference.drafters.kind import DrafterKind, TreeKeys, drafter_kind
 from ecospec.inference.footprints import FootprintSource
 from ecospec.predictor.kinds import kind_named
 from ecospec.predictor.kinds.base import FootprintOptions, Kind
@@ -80,24 +80,29 @@ def plan_methods(
 def _plan(config: DecodingConfig, selection: SelectionConfig, method: MethodConfig, where: str) -> MethodPlan:
     baseline = method.drafter if method.drafter in BASELINES else None
     predictor = _changed(config.predictor, method.predictor, "predictor", where)
-    if predictor.path is None and config.target.name == "lab":
-        predictor = PredictorConfig(path="lab")
     return MethodPlan(
         method.label,
         baseline,
         config.drafter if baseline else _drafter(config, method, where),
         _changed(selection, method.selection, "selection", where),
-        predictor,
+        predictor_of(config.target.name, predictor.path),
     )
 
 
+def predictor_of(target: str, path: str | None) -> PredictorConfig:
+    """The predictor at `path`, by default the lab's own where the lab is the target."""
+    return PredictorConfig(path="lab" if path is None and target == "lab" else path)
+
+
 def _drafter(config: DecodingConfig, method: MethodConfig, where: str) -> DrafterConfig:
-    """The method's drafter; one of another kind than the top level's inherits the tree's shape alone."""
+    """The method's drafter; of another kind than the top level's it inherits what both kinds read, and no path."""
     base, changes = config.drafter, method.drafter
     if isinstance(changes, dict) and changes.get("kind", base.kind) != base.kind:
-        base = dataclasses.replace(base, **dict.fromkeys(OWN_KEYS))
+        shared = drafter_kind(base.kind).read_keys & drafter_kind(changes["kind"]).read_keys - {"path"}
+        base = DrafterConfig(**{key: getattr(base, key) for key in shared})
     changed = _changed(base, changes, "drafter", where)
-    return drafter_kind(changed.kind).complete(changed, config.target.name)
+    with renamed(f"{where}.drafter"):
+        return drafter_kind(changed.kind).complete(changed, config.target.name)
 
 
 def _changed(base: object, changes: dict | str | None, group: str, where: str):
@@ -114,7 +119,7 @@ class PartsLoader:
     def __init__(self, target: Target, traces: str | None = None) -> None:
         self.target = target
         self.traces = traces
-        self._heads: dict[tuple, DraftHead | None] = {}
+        self._heads: dict[str, DraftHead | None] = {}
         self._loaded: dict[tuple, object] = {}
 
     def method(self, plan: MethodPlan) -> Method:
@@ -131,7 +136,8 @@ class PartsLoader:
 
     def head(self, config: DrafterConfig) -> DraftHead | None:
         """What drafters of a configuration share, whatever their trees. Raises InputError when it does not fit."""
-        key = (config.kind, config.path, tuple(config.feature_layers or ()), config.rope_theta)
+        shape = {key.name for key in dataclasses.fields(TreeKeys)}
+        key = repr({name: value for name, value in vars(config).items() if name not in shape})
         if key not in self._heads:
             self._heads[key] = drafter_kind(config.kind).load_head(config, self.target)
         return self._heads[key]

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ecospec.configs import cli
-from ecospec.errors import InputError
 from ecospec.inference.config import (
     CheckConfig,
     EvalConfig,
@@ -13,7 +12,6 @@ from ecospec.inference.config import (
     RecordConfig,
     ReplayConfig,
     ReportConfig,
-    Written,
 )
 
 
@@ -54,9 +52,10 @@ def generate(config: GenerateConfig) -> None:
     streamer = TextStreamer(target.tokenizer, skip_special_tokens=True)
     turns = Turns(config, target)
     for prompt in map(turns.complete, prompts):
-        torch.manual_seed(sample_seed(config.seed, prompt.sample_id))
+        seed = sample_seed(config.seed, prompt.sample_id)
+        torch.manual_seed(seed)
         ids = torch.tensor([prompt_ids(prompt, target.tokenizer, config.chat_template)])
-        options = sampling_options(temperature)
+        options = {"seed": seed, **sampling_options(temperature)}
         out = decoder.generate(ids, streamer=streamer, max_new_tokens=config.max_new_tokens, **options)
         turns.note([prompt], [out[0, ids.shape[1] :].tolist()])
         run = decoder.last_run
@@ -68,27 +67,27 @@ def evaluate(config: EvalConfig) -> None:
     from ecospec.inference.evaluation.runfolder import run_eval
 
     _prepare_process(config.threads)
-    print(run_eval(config, _output(config, "results.json")))
+    print(run_eval(config, cli.new_output(config, "results.json")))
 
 
 def record(config: RecordConfig) -> None:
     from ecospec.inference.replay.command import TREES, run_record
 
     _prepare_process(config.threads)
-    print(run_record(config, _output(config, TREES)))
+    print(run_record(config, cli.new_output(config, TREES)))
 
 
 def replay(config: ReplayConfig) -> None:
     from ecospec.inference.replay.command import REPLAY, run_replay
 
     _prepare_process(config.threads)
-    print(run_replay(config, _output(config, REPLAY)))
+    print(run_replay(config, cli.new_output(config, REPLAY)))
 
 
 def report(config: ReportConfig, folders: list[str]) -> None:
     from ecospec.inference.report.document import write_report
 
-    for path in write_report([Path(folder) for folder in folders], _output(config, "report.html")):
+    for path in write_report([Path(folder) for folder in folders], cli.new_output(config, "report.html")):
         print(path)
 
 
@@ -104,15 +103,6 @@ SUBCOMMANDS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     return cli.main("ecospec-decode", SUBCOMMANDS, argv)
-
-
-def _output(config: Written, artifact: str) -> Path:
-    from ecospec.files import require_new_folder
-
-    if config.output is None:
-        raise InputError("--output: not given; say which folder to write")
-    require_new_folder(Path(config.output), config.overwrite, artifact)
-    return Path(config.output)
 
 
 def _prepare_process(threads: int | None) -> None:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ecospec.configs.schema import PredictorConfig, PromptConfig, TargetConfig
+from ecospec.configs.keys import SHORT_FORMS
+from ecospec.configs.schema import OutputConfig, PredictorConfig, PromptConfig, TargetConfig
 from ecospec.errors import InputError
-from ecospec.inference.drafters.kind import DrafterName, drafter_kinds
-from ecospec.inference.selection.config import Policy, RuleConfig
+from ecospec.inference.drafters.kind import DrafterName, drafter_kind, drafter_kinds
+from ecospec.inference.selection.config import EPSILON, Policy, RuleConfig, RuleOptions
 from ecospec.predictor.kinds import KindName
 
 LEAST_TEMPERATURE = 1e-3  # below it logits overflow
@@ -18,29 +19,17 @@ BASELINES = ("none", "hf_greedy")  # our plain loop; Transformers' own `generate
 PARTS = ("drafter", "selection", "predictor")  # groups of keys that a method may change
 
 
+# The most derived first, so that they can be bases of one class.
+_DRAFTER_KEYS = sorted({kind.keys: None for kind in drafter_kinds()}, key=lambda keys: -len(keys.__mro__))
+
+
 @dataclass
-class DrafterConfig:
+class DrafterConfig(*_DRAFTER_KEYS):
     kind: DrafterName = drafter_kinds()[0].name
     """What drafts: an EAGLE-3 head, the target's own MTP layer, a small language model, or earlier text."""
     path: str | None = None
     """Folder of the EAGLE-3 head or of the draft model; the lab's own where the lab is the target. An MTP layer is read
     from the target's checkpoint, lookup needs none."""
-    steps: int = 3
-    """Forward steps of the drafter per tree, which is the tree's depth."""
-    topk: int = 2
-    """Children of a node, and nodes of a level that are expanded."""
-    feature_layers: list[int] | None = None
-    """Target layers whose outputs an EAGLE-3 head is fed (0: embeddings); by default what its checkpoint says."""
-    rope_theta: float | None = None
-    """Base of an EAGLE-3 head's rotary embedding; by default what its checkpoint says."""
-
-    def __post_init__(self) -> None:
-        for name, most in (("steps", 64), ("topk", 256)):
-            value = getattr(self, name)
-            _require(1 <= value <= most, f"drafter.{name}", value, f"must be 1 to {most}")
-        base, layers = self.rope_theta, self.feature_layers
-        _require(base is None or 0 < base < math.inf, "drafter.rope_theta", base, "must be positive")
-        _require(layers is None or bool(layers), "drafter.feature_layers", layers, "give at least one layer")
 
 
 @dataclass
@@ -61,15 +50,12 @@ class MethodConfig:
     """A folder, or keys that differ from the top level's."""
 
     def own(self, key: str) -> bool:
-        """Whether the method gives this dotted key itself, or speculates with another kind of part altogether."""
+        """Whether the method gives this dotted key itself, or has a drafter of a kind that does not read it."""
         group, _, name = key.partition(".")
         changes = getattr(self, group)
-        if isinstance(changes, dict):
-            return name in changes
-        return changes is not None and name == _SHORT[group]
-
-
-_SHORT = {"drafter": "path", "selection": "policy", "predictor": "path"}  # what a single word stands for
+        if not isinstance(changes, dict):
+            return changes is not None and name == SHORT_FORMS[group]
+        return name in changes or ("kind" in changes and name not in drafter_kind(changes["kind"]).read_keys)
 
 
 @dataclass
@@ -130,16 +116,6 @@ class Sampled:
 
 
 @dataclass
-class Written:
-    """A part of the subcommands that write a folder."""
-
-    output: str | None = None
-    """Folder to write; it must be empty or absent."""
-    overwrite: bool = False
-    """Replace what an earlier run wrote into the output folder."""
-
-
-@dataclass
 class CheckConfig(SeveralMethods, DecodingConfig):
     """See whether target, drafters and footprints fit, without loading weights."""
 
@@ -164,7 +140,7 @@ class GenerateConfig(Sampled, DecodingConfig):
 
 
 @dataclass
-class EvalConfig(Written, SeveralMethods, Sampled, DecodingConfig):
+class EvalConfig(OutputConfig, SeveralMethods, Sampled, DecodingConfig):
     """Compare methods on prompts; one of `methods` must be plain (`drafter: none`)."""
 
     selection: SelectionConfig = field(default_factory=SelectionConfig)
@@ -194,7 +170,7 @@ class RecordedSelection:
 
 
 @dataclass
-class RecordConfig(Written, SeveralMethods, Sampled, DecodingConfig):
+class RecordConfig(OutputConfig, SeveralMethods, Sampled, DecodingConfig):
     """Note along plain decoding's texts what any selection would get; what the methods' footprints predict is kept."""
 
     selection: RecordedSelection = field(default_factory=RecordedSelection)
@@ -205,7 +181,7 @@ class RecordConfig(Written, SeveralMethods, Sampled, DecodingConfig):
 
 
 @dataclass
-class ReplayedSelection:
+class ReplayedSelection(RuleOptions):
     """What is replayed: every policy with every footprint source, γ and ε."""
 
     policy: list[Policy] = field(default_factory=lambda: ["confidence", "marginal", "global"])
@@ -214,7 +190,7 @@ class ReplayedSelection:
     """Footprint sources, `oracle` for the target's own; by default all that trees and traces give."""
     gamma: list[int] = field(default_factory=lambda: list(range(1, 8)))
     """Tokens verified per step, the root included."""
-    epsilon: list[float] = field(default_factory=lambda: [1e-6])
+    epsilon: list[float] = field(default_factory=lambda: [EPSILON])
     """Added to the number of new (layer, expert) pairs."""
 
     def __post_init__(self) -> None:
@@ -227,7 +203,7 @@ class ReplayedSelection:
 
 
 @dataclass
-class ReplayConfig(Written):
+class ReplayConfig(OutputConfig):
     """Step through recorded trees as decoding would; no target is loaded."""
 
     trees: str | None = None
@@ -243,7 +219,7 @@ class ReplayConfig(Written):
 
 
 @dataclass
-class ReportConfig(Written):
+class ReportConfig(OutputConfig):
     """Tables and plots of run folders as HTML, Markdown and CSV."""
 
 
@@ -263,4 +239,4 @@ def _require_each_once(name: str, values: Sequence) -> None:
 
 def _require(holds: bool, key: str, value: object, rule: str) -> None:
     if not holds:
-        raise InputError(f"--{key} {value}: {rule}")
+        raise InputError(rule, key=key, value=value)

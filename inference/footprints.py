@@ -21,11 +21,13 @@ class FootprintSource(Protocol):
     def reset(self, rows: int) -> None:
         """Begin `rows` new texts."""
 
-    def footprints(self, texts: list[Tensor], trees: DraftTrees, routed: list[Tensor] | None) -> Tensor:
-        """Footprints [B, N, L, E], bool or the probability in 0..1 that a node uses an expert; asked once a step.
+    def footprints(self, texts: list[Tensor], trees: DraftTrees, routed: list[Tensor]) -> Tensor:
+        """Footprints [B, N, L, E], bool or the probability in 0..1 that a node uses an expert.
+
+        Asked at every step that drafts.
 
         `texts` int64 [T], roots last, grow from step to step; `routed` [n, L, K]: the target's own experts at the n
-        positions before the root that are new since the last call, a text each (-1: none); None where nothing routed.
+        positions before the root that are new since the last call, a text each (-1: none).
         """
 
     def keep_rows(self, rows: list[int]) -> None:

@@ -66,9 +66,10 @@ def _findings(
 
 def _rule(plan: MethodPlan) -> str:
     """The selection rule in a line, as results describe it."""
-    described = plan.selection.build().describe()
-    policy, *settings = [(key, value) for key, value in described.items() if value is not None]
-    return ", ".join([str(policy[1]), *(f"{key} {value:g}" for key, value in settings)])
+    described = dict(plan.selection.build().describe())
+    settings = {"γ": described["gamma"], "ε": described.get("epsilon"), **described.get("options", {})}
+    shown = [f"{name} {value}" for name, value in settings.items() if value is not None]
+    return ", ".join([described["selection"], *shown])
 
 
 def _check_batches(sizes: Sequence[int], plans: Sequence[MethodPlan], model_config: PreTrainedConfig) -> None:
@@ -103,7 +104,6 @@ def _memory(config: DecodingConfig, model_config: PreTrainedConfig) -> str:
 
 def _check_drafter(plan: MethodPlan, facts: Facts) -> list[Finding]:
     """What the drafter is, and what to know about it. Raises InputError when it cannot grow such trees."""
-    if facts.vocabulary is not None and plan.drafter.topk > facts.vocabulary:
-        raise InputError(f"--drafter.topk {plan.drafter.topk}: the head has only {facts.vocabulary} tokens")
+    plan.drafter_kind.check(plan.drafter, facts)
     what, shape = f"{plan.label}: drafter", ", ".join(f"{name} {value}" for name, value in plan.tree.items())
     return [Finding(what, f"{facts.value}; trees of {shape}"), *(Finding(what, note) for note in facts.notes)]

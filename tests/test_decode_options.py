@@ -53,12 +53,21 @@ def test_a_predictor_stands_beside_those_that_methods_name_themselves():
     assert plans["EcoSpec shipped predictor"].predictor.path == "lab"
 
 
-def test_a_method_of_another_kind_inherits_the_shape_of_the_tree_alone():
-    chosen = f'[{BASELINES}, {{"label": "lookup", "drafter": {{"kind": "prompt_lookup", "topk": 1}}}}]'
-    (*_, plan) = evaluated("--drafter.path", "somewhere", "--drafter.steps", "5", "--methods", chosen)
+def test_a_method_of_another_kind_inherits_what_both_kinds_read_and_no_path(tmp_path):
+    config = tmp_path / "kinds.yaml"
+    method = "{label: lookup, drafter: {kind: prompt_lookup, topk: 1}}"
+    config.write_text(f"drafter: {{path: somewhere, rope_theta: 5}}\nmethods: [{method}]\n")
+    (plan,) = evaluated("--config", str(config), "--drafter.steps", "5")
     assert (plan.drafter.path, plan.drafter.steps, plan.drafter.topk) == (None, 5, 1)
-    with pytest.raises(InputError, match=r"drafter somewhere: prompt_lookup does not read it"):
+    with pytest.raises(InputError, match=r"drafter.path somewhere: prompt_lookup does not read it"):
         evaluated("--drafter.path", "somewhere", "--drafter.kind", "prompt_lookup")
+    with pytest.raises(InputError, match=r"rope_theta: the methods lookup give their own"):
+        evaluated("--config", str(config), "--drafter.rope_theta", "7")
+
+
+def test_a_shipped_configuration_takes_another_drafter():
+    changed = evaluated("--config", "lab/decode", "--drafter.kind", "prompt_lookup")
+    assert {plan.drafter.kind for plan in changed if plan.baseline is None} == {"prompt_lookup"}
 
 
 def test_the_lab_s_own_parts_are_taken_for_the_lab_alone():

@@ -11,7 +11,8 @@ from ecospec.inference.drafters.base import EachRow
 from ecospec.inference.drafters.draft_lm.head import LanguageModelHead
 from ecospec.inference.drafters.growth import TreeDrafter
 from ecospec.inference.drafters.mtp.head import load_mtp_head
-from ecospec.inference.selection.greedy import EPSILON, SCORES, forest_of, greedy
+from ecospec.inference.selection.config import EPSILON
+from ecospec.inference.selection.greedy import SCORES, forest_of, greedy
 from ecospec.inference.tree import stack, tree_from_levels
 from ecospec.predictor.kinds.predictor.source import PredictorFootprints
 from tests import eagle3_heads as heads

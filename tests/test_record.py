@@ -140,7 +140,7 @@ def test_trees_without_a_predictor_replay_all_but_its_footprints(tmp_path):
     assert engine.steps(Combination("marginal", 3, "oracle"))
     with pytest.raises(InputError, match="recorded without it"):
         engine.steps(Combination("marginal", 3, "predictor"))
-    with pytest.raises(InputError, match="no such table"):
+    with pytest.raises(InputError, match="footprints token: is counted from traces"):
         engine.steps(Combination("marginal", 3, "token"))
 
 

@@ -145,7 +145,7 @@ def test_gamma_zero_and_unknown_policies_are_refused_by_name():
     tree = as_tree([-1, 0], [1.0, 0.5])
     with pytest.raises(InputError, match="gamma 0"):
         select(tree, None, "confidence", 0)
-    with pytest.raises(InputError, match="greedy: unknown; choose one of"):
+    with pytest.raises(InputError, match="policy 'greedy': unknown; choose one of"):
         select(tree, None, "greedy", 2)
 
 

@@ -18,7 +18,7 @@ from tests.tiny import VOCABULARY, tiny_model
 class Moody(Selector):
     """EcoSpec's rule, but at two steps in three nothing is drafted."""
 
-    needs_footprints = True
+    needs_footprints = learns = True
 
     def __init__(self, every: int = 3) -> None:
         self.every, self.rule, self.steps = every, selector("marginal", 5), 0
@@ -129,13 +129,14 @@ class Straight:
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_a_selector_that_learns_and_chooses_how_many_replays_as_it_decodes(sampled, monkeypatch):
+@pytest.mark.parametrize("made", [Wary, Moody])
+def test_a_selector_that_learns_or_skips_drafting_replays_as_it_decodes(sampled, made, monkeypatch):
     at, trees = session(sampled, True), recorded(sampled, True)
-    monkeypatch.setattr(Combination, "build", lambda self: Wary())
+    monkeypatch.setattr(Combination, "build", lambda self: made())
     replayed = Replay(trees).steps(Combination("marginal", 6, "predictor"))
     plain = Replay(trees)
     for prompt_id in PROMPTS:
-        method = Method(WithHidden(at.drafter(at.truth[prompt_id])), Wary(), SOURCES["predictor"]())
+        method = Method(WithHidden(at.drafter(at.truth[prompt_id])), made(), SOURCES["predictor"]())
         parts = {"generators": [draws(prompt_id)], "eos_token_id": at.eos[prompt_id]}
         _, run = generate_with(at.model, method, ids_of(prompt_id), **parts, **at.options)
         found = replayed[prompt_id]

@@ -30,8 +30,8 @@ from ecospec.inference.decoding.loop import SpeculativeLoop
 from ecospec.inference.decoding.method import Method
 from ecospec.inference.decoding.picking import Picker, Row
 from ecospec.inference.decoding.statistics import Run
+from ecospec.inference.target.opening import open_session
 from ecospec.inference.target.support import check_batch, check_cache, check_context, check_tree_support
-from ecospec.inference.target.transformers import TransformersSession
 
 REFUSED = {  # option of GenerationConfig: the values that change nothing
     "num_beams": (1, None),
@@ -84,12 +84,14 @@ def generate_with(
     tokenizer: PreTrainedTokenizerBase | None = None,
     stop_strings: str | list[str] | None = None,
     generators: Sequence[torch.Generator] | None = None,
+    seed: int = 0,
     **generation_kwargs,
 ) -> tuple[Tensor | GenerateDecoderOnlyOutput, Run]:
     """Decode with `method`: what `model.generate` returns, and the run's statistics.
 
     `input_ids` int64 [B, T], left-padded where `attention_mask` is 0. `generators`: one a text, by default the global
-    one for a single text, and for a batch one a text seeded from it. Raises InputError for what is not supported.
+    one for a single text, and for a batch one a text seeded from it; `seed`: of the selector's own draws.
+    Raises InputError for what is not supported.
     """
     options = {"generation_config": generation_config, **generation_kwargs}
     input_ids, mask_BT = _checked(input_ids, attention_mask, model, options)
@@ -106,7 +108,8 @@ def generate_with(
     drawn_from = _generators(generators, input_ids, prepared[0].generation_config)
     pairs = zip(prepared, drawn_from, strict=True)
     rows = [Row(one.input_ids[0], _picker(one, generator)) for one, generator in pairs]
-    out, statistics = run(model, method, rows, prepared, input_ids, streamer.put if streamer else lambda tokens: None)
+    on_tokens = streamer.put if streamer else lambda tokens: None
+    out, statistics = run(model, method, rows, prepared, input_ids, on_tokens, seed)
     if streamer is not None:
         streamer.end()
     return out, statistics
@@ -163,6 +166,7 @@ def run(
     prepared: list[Prepared],
     input_ids: Tensor,
     on_tokens: Callable[[Tensor], object] = lambda tokens: None,
+    seed: int = 0,
 ) -> tuple[Tensor | GenerateDecoderOnlyOutput, Run]:
     """Decode the rows: their ids behind `input_ids`, padded as Transformers pads, and the run's statistics."""
     config, cache = prepared[0].generation_config, prepared[0].cache
@@ -177,8 +181,8 @@ def run(
         cache = DynamicCache()
     check_cache(cache)
     starts = [len(row.ids_T) for row in rows]
-    session = TransformersSession(model, cache, method.feature_layers)
-    statistics = SpeculativeLoop(session, method, on_tokens=on_tokens).decode(rows)
+    session = open_session(model, cache, method.feature_layers, len(rows))
+    statistics = SpeculativeLoop(session, method, on_tokens=on_tokens).decode(rows, seed)
     new = [row.ids_T[start:] for row, start in zip(rows, starts, strict=True)]
     width = max(len(ids) for ids in new)
     sequences = torch.cat([input_ids, input_ids.new_full((len(rows), width), _pad_id(config))], dim=1)

@@ -27,11 +27,10 @@ Acceptance = Callable[[DraftTrees, Tensor, list[Row]], list[Walk]]  # as `pickin
 
 @dataclass(frozen=True)
 class Verified:
-    """One step as an observer sees it: the trees verified, what the pass told, and the ways down the trees."""
+    """One step as an observer sees it: the trees verified, and what the pass told of them."""
 
     trees: DraftTrees
     told: Pass
-    walks: list[Walk]
 
 
 class SpeculativeLoop:
@@ -56,10 +55,10 @@ class SpeculativeLoop:
         self.on_step = on_step
 
     @torch.no_grad()
-    def decode(self, rows: list[Row]) -> Run:
-        """Extend the rows' texts to their ends."""
+    def decode(self, rows: list[Row], seed: int = 0) -> Run:
+        """Extend the rows' texts to their ends; `seed` is of the selector's own draws."""
         run, lengths = Run(), [len(row.ids_T) for row in rows]
-        proposer = self.method.begin(len(rows))
+        proposer = self.method.begin(len(rows), seed)
         with self.session:
             live = self._prefill(list(enumerate(rows)), proposer, run)
             clock = StepClock(self.session.device)
@@ -89,12 +88,13 @@ class SpeculativeLoop:
             walks = self.accept(trees, told.logits_BNV, rows)
             self.session.keep([step.kept[: len(step.emitted)] for step in walks])
             kept = [step.kept for step in walks]
-            proposer.observe(trees, told.experts_BNLK, kept)
+            measured = proposer.observe(trees, told.experts_BNLK, kept)
             going = self._advance(live, walks, told, kept, proposer)
         clock.stop()
         emitted, verified = [step.would_emit for step in walks], [step.verified for step in walks]
-        run.steps.append(Step(emitted, verified, kept, told.experts_BNLK, [number for number, _ in live], clock))
-        self.on_step(Verified(trees, told, walks))
+        numbers = [number for number, _ in live]
+        run.steps.append(Step(emitted, verified, kept, told.experts_BNLK, numbers, clock, trees, measured))
+        self.on_step(Verified(trees, told))
         return going
 
     def _advance(

@@ -4,16 +4,16 @@ Letters: B texts, N tree nodes (root first), n new positions of a text, L MoE la
 the drafter's features.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ecospec.errors import InputError
 from ecospec.inference.decoding.statistics import StepClock
 from ecospec.inference.drafters.base import BatchDrafter, Drafter, EachRow
 from ecospec.inference.footprints import FootprintSource, needs_hidden
-from ecospec.inference.selection.base import Selector
+from ecospec.inference.selection.base import Selector, footprints_missing
 from ecospec.inference.selection.config import selector
 from ecospec.inference.target.session import Pass
 from ecospec.inference.tree import DraftTrees, roots_only
@@ -23,14 +23,13 @@ from ecospec.inference.tree import DraftTrees, roots_only
 class Method:
     """No drafter: plain decoding. The selector is by default EcoSpec's rule at γ = 4, which takes `footprints`.
 
-    `seed` is of the selector's own draws. Raises InputError where footprints are needed and not given, or where the
+    Raises InputError where footprints are needed and not given, or where the
     drafter cannot feed their source.
     """
 
     drafter: Drafter | BatchDrafter | None = None
     selector: Selector | None = None
     footprints: FootprintSource | None = None
-    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.drafter is None:
@@ -39,8 +38,7 @@ class Method:
         if not isinstance(self.drafter, BatchDrafter):
             self.drafter = EachRow(self.drafter)
         if self.selector.needs_footprints and self.footprints is None:
-            policy = self.selector.describe()["selection"]
-            raise InputError(f"--selection.policy {policy}: needs footprints; give a predictor or --footprints")
+            raise footprints_missing(self.selector.describe()["selection"])
         if needs_hidden(self.footprints):
             self.drafter.give_hidden()
 
@@ -48,13 +46,13 @@ class Method:
     def feature_layers(self) -> tuple[int, ...]:
         return tuple(self.drafter.feature_layers) if self.drafter else ()
 
-    def begin(self, rows: int) -> "Proposer":
-        """What proposes trees along `rows` new texts."""
+    def begin(self, rows: int, seed: int = 0) -> "Proposer":
+        """What proposes trees along `rows` new texts; `seed` is of the selector's own draws."""
         for part in (self.drafter, self.footprints):
             if part is not None:
                 part.reset(rows)
         if self.selector is not None:
-            self.selector.reset(rows, self.seed)
+            self.selector.reset(rows, seed)
         return Proposer(self, rows)
 
 
@@ -89,8 +87,9 @@ class Proposer:
 
     def __init__(self, method: Method, rows: int) -> None:
         self.method = method
-        self._features = Backlog(rows) if method.feature_layers else None
-        self._routed = Backlog(rows) if method.footprints else None
+        asks = method.drafter is not None and method.selector.drafts  # else nobody would ever empty a backlog
+        self._features = Backlog(rows) if asks and method.feature_layers else None
+        self._routed = Backlog(rows) if asks and method.footprints else None
 
     def propose(self, texts: list[Tensor], clock: StepClock) -> DraftTrees:
         """The trees to verify, of texts [T] that end with their roots."""
@@ -106,10 +105,10 @@ class Proposer:
         with clock.phase("select"):
             return trees.pack(method.selector.choose(trees, footprints), method.selector.most(trees))
 
-    def observe(self, trees: DraftTrees, experts_BNLK: Tensor, kept: list[list[int]]) -> None:
-        """Let the selector learn from a step, see `Selector`."""
-        if self.method.selector is not None:
-            self.method.selector.observe(trees, experts_BNLK, kept)
+    def observe(self, trees: DraftTrees, experts_BNLK: Tensor, kept: list[list[int]]) -> Mapping[str, object]:
+        """Let the selector learn from a step; what it measured, see `Selector`."""
+        selector = self.method.selector
+        return selector.observe(trees, experts_BNLK, kept) if selector is not None else {}
 
     def learn(self, told: Pass, rows: list[int], kept: list[list[int]]) -> None:
         """Note what a pass told of the positions `kept` of its texts; texts but `rows` have ended."""

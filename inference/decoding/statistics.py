@@ -4,7 +4,7 @@ Letters: B texts still being decoded, N nodes verified in a step (padding includ
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ecospec.inference.metrics.phases import PHASES
+from ecospec.inference.tree import DraftTrees
 
 
 class StepClock:
@@ -70,7 +71,9 @@ class Step:
     kept: list[list[int]]  # nodes of each text's accepted path, root first
     experts_BNLK: Tensor
     rows: list[int] = field(default_factory=lambda: [0])  # which texts of the batch they were
-    clock: StepClock | None = None  # None where the loop is not ours
+    clock: StepClock | None = None  # None where the loop is not ours, and so it is with
+    trees: DraftTrees | None = None  # what was verified
+    measured: Mapping[str, object] = field(default_factory=dict)  # by the selector, by the keys of its metrics
 
     def active_by_layer(self) -> list[int]:
         """Unique experts that the pass touched, per MoE layer."""

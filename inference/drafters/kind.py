@@ -5,11 +5,11 @@ import what they need.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from ecospec.discovery import kinds_in
+from ecospec.discovery import Found, kinds_in, named
 from ecospec.errors import InputError
 
 if TYPE_CHECKING:
@@ -20,7 +20,29 @@ if TYPE_CHECKING:
     from ecospec.inference.drafters.base import BatchDrafter, DraftHead
     from ecospec.tracing.target.loading import Target
 
-OWN_KEYS = ("path", "feature_layers", "rope_theta")  # of `drafter`, read by some kinds only
+
+class Keys:
+    """The end of the chain of checks: keys of all kinds are bases of one configuration."""
+
+    def __post_init__(self) -> None:
+        """Nothing left to check."""
+
+
+@dataclass
+class TreeKeys(Keys):
+    """Keys of the kinds that grow a tree level by level."""
+
+    steps: int = 3
+    """Forward steps of the drafter per tree, which is the tree's depth."""
+    topk: int = 2
+    """Children of a node, and nodes of a level that are expanded."""
+
+    def __post_init__(self) -> None:
+        """Raises InputError for a value out of range."""
+        for name, most in (("steps", 64), ("topk", 256)):
+            if not 1 <= getattr(self, name) <= most:
+                raise InputError(f"must be 1 to {most}", key=f"drafter.{name}", value=getattr(self, name))
+        super().__post_init__()
 
 
 @dataclass(frozen=True)
@@ -45,29 +67,32 @@ class TreeShape:
     described: dict[str, int]
 
 
-class DrafterKind:
+class DrafterKind(Found):
     """Is inspected (`ecospec-decode check`), loaded, and turned into drafters for the loop.
 
-    `reads`: the keys of `drafter`, of `OWN_KEYS`, that it reads. `ships_with_lab`: the lab has one, which is taken
-    where the lab is the target and no path is given. `has_hidden`: the target feeds its head hidden states, which
-    footprints may read too. `order`: its place in lists, the smallest first; the first is the default.
+    `keys`: the dataclass of the keys of `drafter` that it reads beside `kind`, and `path` where it `reads_path`; all
+    kinds' are bases of the configuration. `ships_with_lab`: the lab has one, which is taken where the lab is the target
+    and no path is given. `has_hidden`: the target feeds its head hidden states, which
+    footprints may read too. The first in order is the default.
     """
 
-    reads: ClassVar[frozenset[str]] = frozenset()
+    keys: ClassVar[type] = TreeKeys
+    reads_path: ClassVar[bool] = True
     ships_with_lab: ClassVar[bool] = False
     has_hidden: ClassVar[bool] = False
-    order: ClassVar[int] = 100
 
     @property
-    def name(self) -> str:
-        """The name of its folder."""
-        return type(self).__module__.split(".")[-2]
+    def read_keys(self) -> frozenset[str]:
+        """The names of the keys of `drafter` that it reads."""
+        own = {"kind", *(key.name for key in fields(self.keys))}
+        return frozenset(own | {"path"} if self.reads_path else own)
 
     def complete(self, config: "DrafterConfig", target: str) -> "DrafterConfig":
         """`config` with the defaults for the target of that name. Raises InputError for keys it does not read."""
-        for key in OWN_KEYS:
-            if key not in self.reads and getattr(config, key) is not None:
-                raise InputError(f"--drafter.{key} {getattr(config, key)}: {self.name} does not read it; leave it out")
+        for key in fields(config):
+            value = getattr(config, key.name)
+            if key.name not in self.read_keys and value != key.default:
+                raise InputError(f"{self.name} does not read it; leave it out", key=f"drafter.{key.name}", value=value)
         if self.ships_with_lab and config.path is None and target == "lab":
             return replace(config, path="lab")
         return config
@@ -79,6 +104,11 @@ class DrafterKind:
     def inspect(self, config: "DrafterConfig", target: "TargetConfig", model_config: "PreTrainedConfig") -> Facts:
         """What is known from configurations and headers alone. Raises InputError when it does not fit the target."""
         raise NotImplementedError
+
+    def check(self, config: "DrafterConfig", facts: Facts) -> None:
+        """Raise InputError when a drafter of which this is known cannot grow such trees."""
+        if facts.vocabulary is not None and config.topk > facts.vocabulary:
+            raise InputError(f"the head has only {facts.vocabulary} tokens", key="drafter.topk", value=config.topk)
 
     def learnt_from(self, config: "DrafterConfig") -> Path | None:
         """The folder whose `provenance.json` says what it was trained on, where there is one."""
@@ -105,10 +135,7 @@ def drafter_kinds() -> tuple[DrafterKind, ...]:
 
 def drafter_kind(name: str) -> DrafterKind:
     """The kind of this name. Raises InputError when there is none."""
-    for kind in drafter_kinds():
-        if kind.name == name:
-            return kind
-    raise InputError(f"--drafter.kind {name}: is none of {', '.join(kind.name for kind in drafter_kinds())}")
+    return named(drafter_kinds(), name, "drafter.kind")
 
 
 def no_hidden() -> InputError:

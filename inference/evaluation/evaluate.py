@@ -149,10 +149,9 @@ class _Decoder:
             torch.manual_seed(seeds[0])
             ids, run = _stock_generate(self.target, texts[0][None], options)
             return [ids[0, len(texts[0]) :].tolist()], run
-        method.seed = seeds[0]
         generators = [torch.Generator(self.target.model.device).manual_seed(seed) for seed in seeds]
         ids_BT, mask_BT = left_padded(texts)
-        per_text = {"generators": generators, "attention_mask": mask_BT}
+        per_text = {"generators": generators, "attention_mask": mask_BT, "seed": seeds[0]}
         out, run = generate_with(self.target.model, method, ids_BT, **per_text, **options)
         return [ids[ids_BT.shape[1] :][:count].tolist() for ids, count in zip(out, run.new_by_row, strict=True)], run
 

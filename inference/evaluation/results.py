@@ -139,12 +139,13 @@ def _of_steps(steps: Sequence[Step]) -> dict:
     not ours."""
     if not steps:
         return {"steps": 0}
-    found = {metric.key: [metric.step(step) for step in steps] for metric in step_metrics()}
+    told = {metric.key: [metric.step(step) for step in steps] for metric in step_metrics()}
+    found = {key: [value for value in values if value is not None] for key, values in told.items()}
     return {
         "steps": len(steps),
         "emitted_R": np.array([count for step in steps for count in step.emitted]),
         "verified_R": np.array([count for step in steps for count in step.verified]),
-        **{key: np.array(values) for key, values in found.items() if all(value is not None for value in values)},
+        **{key: np.array(values) for key, values in found.items() if values},
     }
 
 

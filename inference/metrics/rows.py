@@ -11,7 +11,8 @@ from ecospec.inference.metrics.table import METRICS, metrics_of
 class RunRow:
     """A method's run on a data set. `row[key]` is the value of a metric, None where it was not measured.
 
-    `drafter`: its kind, or the name of a baseline; `selection`, `gamma`, `epsilon`: what the selector says of itself;
+    `drafter`: its kind, or the name of a baseline; `selection`, `gamma`, `epsilon`, `options` (the others, in
+    no file where it is null): what the selector says of itself;
     `predictor`: the name of the folder behind the footprints; `seen`: something in use was trained or fitted on the
     data set; `moe_layers`: the model's own numbers of its MoE layers.
     """
@@ -36,6 +37,7 @@ class RunRow:
     temperature: float | None = None
     batch_size: int | None = None
     chat_template: bool | None = None
+    options: dict | None = None
     values: Mapping[str, object] = field(default_factory=dict)
 
     def __getitem__(self, key: str) -> object:
@@ -58,6 +60,7 @@ class RunRow:
     def to_json(self, file: str) -> dict:
         """The row as it stands in `file`, one of `results.json` and `replay.json`."""
         known = {name: getattr(self, name) for name in FIELDS[file]}
+        known |= {} if self.options is None else {"options": self.options}
         return known | {metric.key: self[metric.key] for metric in metrics_of(file)}
 
     @classmethod
@@ -71,7 +74,7 @@ class RunRow:
 
 
 FIELDS = {
-    RESULTS: tuple(one.name for one in fields(RunRow) if one.name != "values"),
+    RESULTS: tuple(one.name for one in fields(RunRow) if one.name not in ("values", "options")),
     REPLAY: (
         "label",
         "target",

@@ -88,7 +88,8 @@ def run_replay(config: ReplayConfig, output: Path) -> str:
     recorded = trees.positions[0].predicted if trees.positions else {}
     named = config.selection.footprints or ["oracle", *recorded, *sources]
     chosen = config.selection
-    runs = replay(trees, combinations(chosen.policy, named, chosen.gamma, chosen.epsilon), sources)
+    options = tuple(chosen.options.items())
+    runs = replay(trees, combinations(chosen.policy, named, chosen.gamma, chosen.epsilon, options), sources)
 
     def write(folder: Path) -> None:
         write_json(folder / REPLAY, {"runs": [run.to_json(REPLAY) for run in runs]})

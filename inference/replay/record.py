@@ -10,6 +10,7 @@ drafter's features, V vocabulary, L MoE layers, E experts, K experts per token.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
@@ -23,13 +24,13 @@ from ecospec.inference.decoding.generation import refuse_unsupported
 from ecospec.inference.decoding.loop import SpeculativeLoop, Verified
 from ecospec.inference.decoding.method import Method
 from ecospec.inference.decoding.picking import Picker, Row, Walk
-from ecospec.inference.decoding.statistics import StepClock
+from ecospec.inference.decoding.statistics import Run, StepClock
 from ecospec.inference.drafters.base import BatchDrafter, Drafter
 from ecospec.inference.footprints import FootprintSource, needs_hidden
 from ecospec.inference.replay.treefile import PREDICTED, TARGET, Position
 from ecospec.inference.selection.base import WholePool
+from ecospec.inference.target.opening import open_session
 from ecospec.inference.target.support import check_context, check_tree_support
-from ecospec.inference.target.transformers import TransformersSession
 from ecospec.inference.tree import DraftTree, DraftTrees
 
 
@@ -70,15 +71,15 @@ class TreeRecorder:
             ids_1T, attention_mask=torch.ones_like(ids_1T), custom_generate=text, **generation_kwargs
         )
         self.last_answer = out_1T[0, ids_1T.shape[1] :].tolist()
-        self.target_times += [step.clock.seconds()["verify"] for step in text.run.steps]
-        return self._positions(prompt_id, ids_1T[0], text)
+        self.target_times += [step.clock.seconds()["verify"] for step in text.decoded.run.steps]
+        return self._positions(prompt_id, ids_1T[0], text.decoded)
 
     def seconds(self) -> dict[str, float]:
         """Medians over the positions so far: seconds of each source, and of the target's pass over the root alone."""
         times = {TARGET: self.target_times, **self.sources.times}
         return {name: median(found) for name, found in times.items() if found}
 
-    def _positions(self, prompt_id: str, prompt_P: Tensor, text: "_Text") -> list[Position]:
+    def _positions(self, prompt_id: str, prompt_P: Tensor, text: "Plain") -> list[Position]:
         """Go along the text a token a step, with the whole pool verified at each."""
         positions: list[Position] = []
 
@@ -93,7 +94,7 @@ class TreeRecorder:
             positions.append(Position(**known, **found, predicted=_predicted(self.sources.last, step)))
 
         cache = DynamicCache(config=self.model.config.get_text_config())
-        session = TransformersSession(self.model, cache, self.method.feature_layers)
+        session = open_session(self.model, cache, self.method.feature_layers)
         along = Along(text.ids_T[: text.length])
         SpeculativeLoop(session, self.method, along, on_step=note).decode([Row(prompt_P, text.picker)])
         return positions
@@ -118,12 +119,13 @@ class AllSources:
         for source in self.sources.values():
             source.keep_rows(rows)
 
-    def footprints(self, texts: list[Tensor], trees: DraftTrees, routed: list[Tensor]) -> None:
-        """Ask every source; nothing is selected by what they say."""
+    def footprints(self, texts: list[Tensor], trees: DraftTrees, routed: list[Tensor]) -> Tensor:
+        """Ask every source; nothing is selected by what they say, so nobody's footprints [B, N, 0, 0] are returned."""
         for name, source in self.sources.items():
             clock = StepClock(texts[0].device)
             self.last[name] = source.footprints(texts, trees, routed)
             self.times[name].append(clock.stop().total())
+        return trees.real_BN[..., None, None][..., :0, :0]
 
 
 class Along:
@@ -140,16 +142,26 @@ class Along:
         return [Walk([int(row.ids_T[-1])], [0], 1, ended, trees.width)]
 
 
-class _Text:
-    """A `custom_generate` that decodes plainly, `beyond` tokens past the end.
+@dataclass(frozen=True)
+class Plain:
+    """A text decoded plainly: `ids_T` with what lies past its end, and its own `length` without that.
 
-    `ids_T`: the text and what lies past its end; `length` is the text's without that; `picker` is how it was picked,
-    `run` its steps: passes of the target over a root alone.
+    `picker`: how it was picked; `run`: its steps, passes of the target over a root alone.
     """
+
+    ids_T: Tensor
+    length: int
+    picker: Picker
+    run: Run
+
+
+class _Text:
+    """A `custom_generate` that decodes plainly, `beyond` tokens past the end; `decoded` is what came of it."""
 
     def __init__(self, beyond: int, generator: torch.Generator | None) -> None:
         self.beyond = beyond
         self.generator = generator
+        self.decoded: Plain | None = None
 
     def __call__(
         self,
@@ -165,10 +177,10 @@ class _Text:
         if Picker(logits_processor, stopping_criteria, False).keeps_state:
             raise InputError("logits_processor, stopping_criteria: recording takes Transformers' own; leave out others")
         end = _PastTheEnd(stopping_criteria, self.beyond)
-        self.picker = Picker(logits_processor, StoppingCriteriaList([end]), generation_config.do_sample, self.generator)
-        row = Row(input_ids[0], self.picker)
-        self.run = SpeculativeLoop(TransformersSession(model, model_kwargs["cache"]), Method()).decode([row])
-        self.ids_T, self.length = row.ids_T, end.length
+        picker = Picker(logits_processor, StoppingCriteriaList([end]), generation_config.do_sample, self.generator)
+        row = Row(input_ids[0], picker)
+        run = SpeculativeLoop(open_session(model, model_kwargs["cache"]), Method()).decode([row])
+        self.decoded = Plain(row.ids_T, end.length, picker, run)
         return row.ids_T[None, : end.length]
 
 
@@ -214,7 +226,7 @@ def conditional(prob_M: np.ndarray, above_M: np.ndarray) -> np.ndarray:
     return np.where(back_M == prob_M, factor_M, np.nextafter(factor_M, towards_M))
 
 
-def _truth(tree: DraftTree, step: Verified, text: _Text, place: int) -> dict[str, np.ndarray]:
+def _truth(tree: DraftTree, step: Verified, text: Plain, place: int) -> dict[str, np.ndarray]:
     """What the target made of the pool: drafts its text follows, their probabilities, every node's experts."""
     experts_NLK = step.told.experts_BNLK[0]
     return {

@@ -12,7 +12,7 @@ from ecospec.bootstrap import estimate, ratio, resampled_sums
 from ecospec.inference.metrics.rows import RunRow
 from ecospec.inference.replay.stepping import Combination, Replay, Sources, Steps
 from ecospec.inference.replay.treefile import TARGET, Identity, TreeSet
-from ecospec.inference.selection.greedy import EPSILON
+from ecospec.inference.selection.config import EPSILON
 from ecospec.progress import progress
 
 REFERENCE = "confidence"
@@ -80,7 +80,8 @@ def label(combination: Combination) -> str:
     if not combination.needs_footprints:
         return combination.policy
     epsilon = "" if combination.epsilon == EPSILON else f" ε={combination.epsilon:g}"
-    return f"{combination.policy}/{combination.footprints}{epsilon}"
+    options = "".join(f" {name}={value}" for name, value in combination.options if value is not None)
+    return f"{combination.policy}/{combination.footprints}{epsilon}{options}"
 
 
 def _measurements(group: list[Steps]) -> dict:
@@ -88,7 +89,9 @@ def _measurements(group: list[Steps]) -> dict:
     known = {"samples": len(group), "steps": sum(len(steps.emitted_S) for steps in group)}
     if not known["steps"]:
         return known
+    measured = [one for steps in group for one in steps.measured]
     return known | {
+        **{key: np.array([one[key] for one in measured]) for key in (measured[0] if measured else ())},
         "emitted_R": np.concatenate([steps.emitted_S for steps in group]),
         "verified_R": np.concatenate([steps.verified_S for steps in group]),
         "active_experts": np.concatenate([steps.active_SL for steps in group]),

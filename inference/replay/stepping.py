@@ -21,9 +21,8 @@ from ecospec.data.traces import Traces
 from ecospec.errors import InputError
 from ecospec.inference.footprints import FootprintSource, as_footprints
 from ecospec.inference.replay.treefile import PREDICTED, Position, TreeSet
-from ecospec.inference.selection.base import Selector, require_footprints
-from ecospec.inference.selection.config import selector
-from ecospec.inference.selection.greedy import EPSILON
+from ecospec.inference.selection.base import Selector, footprints_missing
+from ecospec.inference.selection.config import EPSILON, RuleConfig
 from ecospec.inference.tree import DraftTrees
 from ecospec.predictor.kinds import all_kinds
 
@@ -35,17 +34,19 @@ Sources = Mapping[str, FootprintSource]
 class Combination:
     """What is replayed. `footprints`: `oracle`, a source recorded or in need of no record, None for policies without.
 
-    Raises InputError for an unknown policy, γ < 1, or footprints that are missing.
+    `options`: further keys of the rule, with their values. Raises InputError for an unknown policy, γ < 1, or
+    footprints that are missing.
     """
 
     policy: str
     gamma: int
     footprints: str | None = None
     epsilon: float = EPSILON
+    options: tuple[tuple[str, object], ...] = ()
 
     def __post_init__(self) -> None:
         if self.footprints is None and self.needs_footprints:
-            raise require_footprints(self.policy)
+            raise footprints_missing(self.policy)
 
     @property
     def needs_footprints(self) -> bool:
@@ -53,7 +54,7 @@ class Combination:
 
     def build(self) -> Selector:
         """The selector that live decoding would ask."""
-        return selector(self.policy, self.gamma, self.epsilon)
+        return RuleConfig(self.policy, self.gamma, self.epsilon, **dict(self.options)).build()
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Steps:
     emitted_S: np.ndarray
     verified_S: np.ndarray
     active_SL: np.ndarray
+    measured: Sequence[Mapping[str, object]] = ()  # by a selector that learns, by the keys of its metrics
 
     def at(self, index_S: np.ndarray) -> "Steps":
         """Some of the steps."""
@@ -87,10 +89,18 @@ class Pools:
         if name in self.ids:
             return as_footprints(self.ids[name].long(), num_experts)
         if name not in sources:
-            remedy = "the trees were recorded without it" if name in PREDICTED else "no such table"
-            raise InputError(f"--footprints {name}: {remedy}")
+            raise InputError(f"--footprints {name}: {_why_absent(name)}")
         routed = list(self.before_BLK[:, None].long())
         return sources[name].footprints(list(self.trees.tokens_BN[:, :1]), self.trees, routed)
+
+
+def _why_absent(name: str) -> str:
+    """Why a footprint source is not to be had, and the remedy."""
+    if name in PREDICTED:
+        return "the trees were recorded without it"
+    if any(kind.name == name for kind in all_kinds()):
+        return "is counted from traces; give --traces DIR"
+    return f"is none of oracle, {', '.join(kind.name for kind in all_kinds())}"
 
 
 def replay_sources(trees: TreeSet, traces: Traces | None = None) -> dict[str, FootprintSource]:
@@ -103,25 +113,31 @@ def replay_sources(trees: TreeSet, traces: Traces | None = None) -> dict[str, Fo
 
 
 def combinations(
-    policies: Sequence[str], sources: Sequence[str], gammas: Sequence[int], epsilons: Sequence[float] = (EPSILON,)
+    policies: Sequence[str],
+    sources: Sequence[str],
+    gammas: Sequence[int],
+    epsilons: Sequence[float] = (EPSILON,),
+    options: tuple[tuple[str, object], ...] = (),
 ) -> list[Combination]:
     """Every policy × footprint source × γ × ε; policies that need no footprints once a γ."""
     found = []
     for gamma in gammas:
         for policy in policies:
-            if selector(policy, gamma).needs_footprints:
-                found += [Combination(policy, gamma, source, epsilon) for source in sources for epsilon in epsilons]
+            known = {"policy": policy, "gamma": gamma, "options": options}
+            if RuleConfig(policy, gamma, **dict(options)).build().needs_footprints:
+                pairs = [(source, epsilon) for source in sources for epsilon in epsilons]
+                found += [Combination(**known, footprints=source, epsilon=epsilon) for source, epsilon in pairs]
             else:
-                found.append(Combination(policy, gamma))
+                found.append(Combination(**known))
     return found
 
 
 class Replay:
-    """Replays the positions of `trees`; `sources`: footprint sources by name beside those that need trees alone."""
+    """Replays the positions of `trees`; `sources`: footprint sources that need no record, as `replay_sources` finds."""
 
     def __init__(self, trees: TreeSet, sources: Sources | None = None) -> None:
         self.trees = trees
-        self.sources = replay_sources(trees) | (sources or {})
+        self.sources = replay_sources(trees) if sources is None else sources
         self._before = _experts_before(trees)
         self.pools = list(_pools(trees, self._before))
 
@@ -134,7 +150,7 @@ class Replay:
         every = Steps(np.ones(X, np.int64), np.ones(X, np.int64), np.zeros((X, L), np.int64))
         chooser.reset(X, self.trees.identity.seed)
         for pools in self.pools:
-            self._step(every, pools, chooser.choose(pools.trees, self._footprints(pools, combination)))
+            self._step(every, pools, self._choose(pools, chooser, combination))
         taken = {prompt_id: _walk(every.emitted_S, span) for prompt_id, span in self.trees.spans.items()}
         return {name: every.at(at_S) for name, at_S in taken.items()}
 
@@ -143,18 +159,27 @@ class Replay:
         X, L = len(span), self.trees.identity.num_layers
         every = Steps(np.ones(X, np.int64), np.ones(X, np.int64), np.zeros((X, L), np.int64))
         chooser.reset(1, self.trees.identity.seed)
-        at, taken = 0, []
+        at, taken, measured = 0, [], []
         while at < X:
             number = np.array([span.start + at])
             pools = _stacked(number, [self.trees.positions[span.start + at]], self._before[number])
-            chosen_1N = chooser.choose(pools.trees, self._footprints(pools, combination))
+            chosen_1N = self._choose(pools, chooser, combination)
             self._step(every, replace(pools, numbers_B=np.array([at])), chosen_1N)
             experts_1NLK = pools.ids["oracle"][:, chosen_1N[0]].long()
             kept_N = (pools.accepted_BN & chosen_1N)[chosen_1N].nonzero()[:, 0]
-            chooser.observe(pools.trees.pack(chosen_1N), experts_1NLK, [kept_N.tolist()])
+            measured.append(chooser.observe(pools.trees.pack(chosen_1N), experts_1NLK, [kept_N.tolist()]))
             taken.append(at)
             at += int(every.emitted_S[at])
-        return every.at(np.array(taken, np.int64))
+        return replace(every.at(np.array(taken, np.int64)), measured=measured)
+
+    def _choose(self, pools: Pools, chooser: Selector, combination: Combination) -> Tensor:
+        """The nodes that would be verified, bool [B, N]: the roots alone where nothing would be drafted."""
+        if not chooser.wants_drafts():
+            return pools.trees.parents_BN < 0
+        footprints = None
+        if chooser.needs_footprints:
+            footprints = pools.footprints(combination.footprints, self.sources, self.trees.identity.num_experts)
+        return chooser.choose(pools.trees, footprints)
 
     def _step(self, every: Steps, pools: Pools, chosen_BN: Tensor) -> None:
         """Write down what the chosen nodes give at the pools' positions."""
@@ -162,11 +187,6 @@ class Replay:
         every.emitted_S[pools.numbers_B] = 1 + depth_BN.amax(1).numpy()
         every.verified_S[pools.numbers_B] = chosen_BN.sum(1).numpy()
         every.active_SL[pools.numbers_B] = self._active(pools, chosen_BN).numpy()
-
-    def _footprints(self, pools: Pools, combination: Combination) -> Tensor | None:
-        if not combination.needs_footprints:
-            return None
-        return pools.footprints(combination.footprints, self.sources, self.trees.identity.num_experts)
 
     def _active(self, pools: Pools, chosen_BN: Tensor) -> Tensor:
         """Unique experts of the chosen nodes, int64 [B, L]."""

@@ -126,6 +126,7 @@ class TreeSet:
     identity: Identity
     positions: list[Position]
     seconds: dict[str, float] = field(default_factory=dict)
+    spans: dict[str, range] = field(init=False)
 
     def __post_init__(self) -> None:
         self.spans, start = dict.fromkeys(self.identity.datasets, range(0)), 0

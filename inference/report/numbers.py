@@ -11,7 +11,18 @@ from ecospec.inference.metrics.rows import RunRow
 from ecospec.inference.metrics.table import METRICS
 
 SETTING = ("run_folder", "temperature", "batch_size")
-DETAILS = ("drafter", "selection", "footprints", "predictor", "epsilon", "tree", "dtype", "expert_mib", "threads")
+DETAILS = (
+    "drafter",
+    "selection",
+    "footprints",
+    "predictor",
+    "epsilon",
+    "options",
+    "tree",
+    "dtype",
+    "expert_mib",
+    "threads",
+)
 METHOD = (*SETTING, "label", "gamma", *DETAILS)
 SAME_MACHINE_WORK = (*SETTING, "dtype", "expert_mib", "threads")
 

@@ -3,7 +3,7 @@
 Letters: B texts, N tree nodes (root included), L MoE layers, E experts, K experts per token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,15 +15,20 @@ from ecospec.inference.tree import DraftTrees
 class Selector:
     """Chooses which nodes of draft trees are verified; lives along texts, from `reset` on.
 
-    `needs_footprints`: `choose` is given the experts of the nodes. `learns`: choices depend on earlier steps, so that
-    replay has to go through a text step by step.
+    `needs_footprints`: `choose` is given the experts of the nodes. `drafts`: it ever asks for drafts. `learns`:
+    `choose` or `wants_drafts` depend on earlier steps, so that replay goes through a text step by step.
     """
 
     needs_footprints = False
+    drafts = True
     learns = False
 
     def reset(self, rows: int, seed: int = 0) -> None:
-        """`rows` new texts begin. `seed` is of the selector's own draws, which must not touch those of sampling."""
+        """Forget everything: `rows` new texts begin.
+
+        `seed` is of the selector's own draws, which must not touch those of sampling. What is to be known beforehand is
+        given to the constructor: only then is a text the same alone, among others and in replay.
+        """
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Drop all texts but `rows`."""
@@ -47,19 +52,20 @@ class Selector:
         """The most nodes chosen of any of these trees, where that is known without reading the device."""
         return None
 
-    def observe(self, trees: DraftTrees, experts_BNLK: Tensor, kept: Sequence[Sequence[int]]) -> None:
-        """Learn from a step: the verified `trees`, their true experts (-1: none), and each text's accepted nodes."""
+    def observe(self, trees: DraftTrees, experts_BNLK: Tensor, kept: Sequence[Sequence[int]]) -> Mapping[str, object]:
+        """Learn from a step: the verified `trees`, their true experts (-1: none), and each text's accepted nodes.
+
+        Returns what the selector measured of it, by the keys of its metrics. Prefill is not shown: tree files lack it.
+        """
+        return {}
 
     def describe(self) -> dict:
-        """What results say of it: at least `selection` and `gamma`; `epsilon` where it has one."""
+        """What results say of it: `selection` and `gamma`, `epsilon` where it has one; whatever else in `options`."""
         raise NotImplementedError
 
 
 class WholePool(Selector):
     """Chooses every node: how trees are recorded."""
-
-    def __init__(self, needs_footprints: bool = False) -> None:
-        self.needs_footprints = needs_footprints
 
     def choose(
         self, trees: DraftTrees, footprints_BNLE: Tensor | None = None, covered_BLE: Tensor | None = None
@@ -70,10 +76,6 @@ class WholePool(Selector):
     def most(self, trees: DraftTrees) -> int:
         """See `Selector`."""
         return trees.width
-
-    def describe(self) -> dict:
-        """See `Selector`."""
-        return {"selection": None, "gamma": None}
 
 
 def new_pairs(own_XP: Tensor, covered_XP: Tensor) -> Tensor:
@@ -97,6 +99,6 @@ def any_of(own_XMP: Tensor, chosen_XM: Tensor) -> Tensor:
     return 1 - (1 - own_XMP * chosen_XM[..., None]).prod(-2)
 
 
-def require_footprints(policy: str) -> InputError:
+def footprints_missing(policy: str) -> InputError:
     """The error of a selector that is given no footprints."""
     return InputError(f"--selection.policy {policy}: needs footprints; give a predictor or --footprints")

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ecospec.inference.selection.base import Selector, any_of, either, new_pairs, require_footprints
+from ecospec.inference.selection.base import Selector, any_of, either, footprints_missing, new_pairs
+from ecospec.inference.selection.config import EPSILON
 from ecospec.inference.tree import DraftTrees
 
-EPSILON = 1e-6
 Scorer = Callable[[Tensor, int], Tensor]  # (covered_GP, number of the pick) → score_GM
 
 
@@ -61,8 +61,12 @@ def marginal(forest: Forest, epsilon: float, generator: torch.Generator) -> Scor
 
 def path_cost(forest: Forest, epsilon: float, generator: torch.Generator) -> Scorer:
     """Paper equations 7 and 10, the static ablation: P / (pairs of the whole path from the root + ε)."""
-    paths = [any_of(forest.own_GMP, seen_GM) for seen_GM in forest.ancestors_GMM.unbind(1)]
-    score_GM = forest.prob_GM / (torch.stack(paths, 1).sum(-1) + epsilon)
+    paths_GMP, rows_G = forest.own_GMP.clone(), torch.arange(len(forest.own_GMP), device=forest.own_GMP.device)
+    for node in range(1, paths_GMP.shape[1]):  # parents come first
+        parent_G, own_GP = forest.parents_GM[:, node], forest.own_GMP[:, node]
+        with_path_GP = either(paths_GMP[rows_G, parent_G.clamp(min=0)], own_GP)
+        paths_GMP[:, node] = torch.where((parent_G >= 0)[:, None], with_path_GP, own_GP)
+    score_GM = forest.prob_GM / (paths_GMP.sum(-1) + epsilon)
     return lambda covered_GP, pick: score_GM
 
 
@@ -93,6 +97,7 @@ class GreedySelector(Selector):
         self.epsilon = epsilon
         self.joint = joint
         self.needs_footprints = score.needs_footprints
+        self.drafts = gamma > 1
         self._generator = torch.Generator()
 
     def reset(self, rows: int, seed: int = 0) -> None:
@@ -101,14 +106,14 @@ class GreedySelector(Selector):
 
     def wants_drafts(self) -> bool:
         """See `Selector`."""
-        return self.gamma > 1
+        return self.drafts
 
     def choose(
         self, trees: DraftTrees, footprints_BNLE: Tensor | None = None, covered_BLE: Tensor | None = None
     ) -> Tensor:
         """See `Selector`; ties go to the shallower node, then to the lower index."""
         if self.needs_footprints and footprints_BNLE is None:
-            raise require_footprints(self.policy)
+            raise footprints_missing(self.policy)
         forest = forest_of(trees, footprints_BNLE, self.gamma, self.joint)
         covered_GP = None if covered_BLE is None else _by_group(covered_BLE.flatten(1), self.joint)
         scorer = self.score.begin(forest, self.epsilon, self._generator)
@@ -120,8 +125,9 @@ class GreedySelector(Selector):
 
     def describe(self) -> dict:
         """See `Selector`."""
-        epsilon = self.epsilon if self.needs_footprints else None
-        return {"selection": self.policy, "gamma": self.gamma, "epsilon": epsilon}
+        described = {"selection": self.policy, "gamma": self.gamma}
+        described["epsilon"] = self.epsilon if self.needs_footprints else None
+        return described | ({"options": {"joint": True}} if self.joint else {})
 
 
 def forest_of(trees: DraftTrees, footprints_BNLE: Tensor | None, gamma: int, joint: bool) -> Forest:

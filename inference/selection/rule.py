@@ -8,8 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ecospec.inference.selection.config import selector
-from ecospec.inference.selection.greedy import EPSILON
+from ecospec.inference.selection.config import EPSILON, selector
 from ecospec.inference.tree import DraftTrees, depths_of
 
 
@@ -35,12 +34,12 @@ def select(
     """Indices of one tree's chosen nodes, int64 [min(γ, N)], ascending, root included.
 
     `footprints` [N, L, E], bool or probabilities (None where the policy needs none); `buffer` [L, E], experts covered
-    beforehand; `generator` draws for `random`. Ties go to the shallower node, then to the lower index. Raises
-    InputError for γ < 1, ε <= 0, an unknown policy and footprints that are missing.
+    beforehand; `generator` (of the CPU; by default the global one) draws for `random`. Ties go to the shallower node,
+    then to the lower index. Raises InputError for γ < 1, ε <= 0, an unknown policy and footprints that are missing.
     """
     chooser = selector(policy, gamma, epsilon)
-    seed = 0 if generator is None else int(torch.randint(2**62, (), generator=generator))
-    chooser.reset(1, seed)
+    if policy == "random":
+        chooser.reset(1, int(torch.randint(2**62, (), generator=generator)))
     given = [None if part is None else torch.as_tensor(part)[None] for part in (footprints, buffer)]
     return chooser.choose(_trees_of(tree), *given)[0].nonzero().squeeze(1)
 

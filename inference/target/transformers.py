@@ -4,6 +4,7 @@ Letters: B texts, T tokens of the longest text, N nodes of the widest tree (root
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
@@ -24,28 +25,29 @@ class TransformersSession(TargetSession):
     `feature_layers` as in `Drafter`. Raises InputError for a layer that the model does not have.
     """
 
-    def __init__(self, model: nn.Module, cache: Cache, feature_layers: Sequence[int] = ()) -> None:
+    def __init__(self, model: nn.Module, cache: Cache, feature_layers: Sequence[int] = (), rows: int = 1) -> None:
         self.model = model
         self.device = model.device
-        self.cache = RowCache(cache)
+        self.cache = RowCache(cache, [0] * rows)
+        self._hooks = ExitStack()
         self._tap = FeatureTap(model, feature_layers)
         self._recorder = RoutingRecorder(model)
         self._entries = 0  # a text got in the last pass
 
     def __enter__(self) -> "TransformersSession":
-        self._tap.__enter__()
-        self._recorder.__enter__()
+        with ExitStack() as hooks:  # should one fail to enter, the other leaves
+            hooks.enter_context(self._tap)
+            hooks.enter_context(self._recorder)
+            self._hooks = hooks.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._recorder.__exit__(*error)
-        self._tap.__exit__(*error)
+        self._hooks.close()
 
     def prefill(self, texts: list[Tensor]) -> Pass:
         """See `TargetSession`. Texts are padded behind, where causal attention hides the padding."""
         counts, ids_BT = [len(text_T) for text_T in texts], pad_sequence(texts, batch_first=True)
         ends = sorted({count - 1 for count in counts})
-        self.cache.lengths = [0] * len(texts)
         out = self.model(
             input_ids=ids_BT,
             cache=self.cache.cache,

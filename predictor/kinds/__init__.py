@@ -5,8 +5,7 @@ Loads no torch. Knows nothing of training loops and of the decoding loop.
 
 from typing import TYPE_CHECKING, Literal
 
-from ecospec.discovery import kinds_in
-from ecospec.errors import InputError
+from ecospec.discovery import kinds_in, named
 from ecospec.predictor.kinds.base import Kind
 from ecospec.predictor.kinds.trained import TrainedKind
 
@@ -23,18 +22,12 @@ def trained_kinds() -> tuple[TrainedKind, ...]:
 
 def kind_named(name: str) -> Kind:
     """The kind of this name. Raises InputError when there is none."""
-    for kind in all_kinds():
-        if kind.name == name:
-            return kind
-    raise InputError(f"--selection.footprints {name}: is none of {', '.join(kind.name for kind in all_kinds())}")
+    return named(all_kinds(), name, "selection.footprints")
 
 
 def trained_kind(name: str) -> TrainedKind:
     """The trained kind of this name. Raises InputError when there is none."""
-    for kind in trained_kinds():
-        if kind.name == name:
-            return kind
-    raise InputError(f"--kind {name}: is none of {', '.join(kind.name for kind in trained_kinds())}")
+    return named(trained_kinds(), name, "kind")
 
 
 def yardstick() -> Kind:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ecospec.discovery import Found
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -44,22 +46,16 @@ class Baseline:
     step: Callable[[], object]
 
 
-class Kind:
+class Kind(Found):
     """A footprint kind: it is inspected (`ecospec-decode check`), loaded, and turned into sources for the loop.
 
     `trained`: a model in an exported folder, recorded in tree files; `counted`: a table counted from traces; neither:
-    known from the target's passes. `order`: the place in lists and files, the smallest first, then by name.
+    known from the target's passes. Lists and files follow `order`.
     """
 
     trained: ClassVar[bool] = False
     counted: ClassVar[bool] = False
-    order: ClassVar[int] = 100
     yardstick: ClassVar[bool] = False  # the one that `ecospec-train generalise` sets beside every model
-
-    @property
-    def name(self) -> str:
-        """The name of its folder."""
-        return type(self).__module__.split(".")[-2]
 
     @property
     def column(self) -> str | None:

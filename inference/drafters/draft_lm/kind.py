@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 class LanguageModelKind(DrafterKind):
     """A folder or hub id of a model with the target's tokenizer."""
 
-    reads = frozenset({"path"})
     order = 2
 
     def inspect(self, config: "DrafterConfig", target: "TargetConfig", model_config: "PreTrainedConfig") -> Facts:

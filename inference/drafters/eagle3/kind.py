@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ecospec.inference.drafters.eagle3.config import Eagle3Keys
 from ecospec.inference.drafters.kind import DrafterKind, Facts
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 class Eagle3Kind(DrafterKind):
     """A trained head in a folder or on the hub, of any known writer."""
 
-    reads = frozenset({"path", "feature_layers", "rope_theta"})
+    keys = Eagle3Keys
     ships_with_lab = has_hidden = True
     order = 0
 

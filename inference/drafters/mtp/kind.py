@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 class MtpKind(DrafterKind):
     """Read from the target's own checkpoint, unless `drafter.path` names another."""
 
-    reads = frozenset({"path"})
     has_hidden = True
     order = 1
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 class PromptLookupKind(DrafterKind):
     """Earlier occurrences of the text's ending: nothing to load."""
 
+    reads_path = False
     order = 3
 
     def inspect(self, config: "DrafterConfig", target: "TargetConfig", model_config: "PreTrainedConfig") -> Facts:
