@@ -6,6 +6,7 @@ from transformers.cache_utils import DummyLayer, DynamicIndexedLayer, DynamicLay
 
 from ecospec.errors import InputError, first_few
 from ecospec.inference.target.masks import FULL
+from ecospec.tracing.target.routers import find_sites
 
 LAYER_TYPES = {FULL, "sliding_attention", "indexed_attention"}
 TREE_CAPABLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, DummyLayer)
@@ -14,7 +15,8 @@ FUSED = "Mxfp4GptOssMLP"  # a block that routes inside its kernel
 
 
 def check_tree_support(model: nn.Module) -> None:
-    """Raises InputError naming the reason when a tree cannot be verified on this model."""
+    """Raises InputError naming the reason when a tree cannot be verified on this model, or its routing not be seen."""
+    find_sites(model)
     config = model.config.get_text_config()
     family = config.model_type
     if getattr(model, "_is_stateful", False):
