@@ -62,8 +62,10 @@ def test_neither_the_python_api_nor_a_command_changes_a_users_own_parsers(tmp_pa
         ("ecospec.predictor.cli", "train", ["predictor"]),
         ("jsonargparse", "decode", ["check"]),
         ("torch", "trace", ["run"]),
-        ("torch.nn", "decode", ["check", "--config", "lab/decode"]),
-        ("transformers.modeling_utils", "decode", ["check", "--config", "lab/decode"]),
+        pytest.param("torch.nn", "decode", ["check", "--config", "lab/decode"], marks=pytest.mark.slow),
+        pytest.param(
+            "transformers.modeling_utils", "decode", ["check", "--config", "lab/decode"], marks=pytest.mark.slow
+        ),
     ],
 )
 def test_an_interrupt_while_modules_load_is_one_line_and_exit_code_130(loading, command, words):
