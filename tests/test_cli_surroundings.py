@@ -48,6 +48,9 @@ sys.exit(getattr(commands, command)())
 """
 
 
+CHECK = ["check", "--config", "lab/decode"]
+
+
 def test_neither_the_python_api_nor_a_command_changes_a_users_own_parsers(tmp_path):
     program = tmp_path / "program.py"  # a file, as docstrings of fields are read from source
     program.write_text(USERS_OWN_PARSER)
