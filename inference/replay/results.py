@@ -41,7 +41,7 @@ def replay(trees: TreeSet, combinations: Sequence[Combination], sources: Sources
 
 def _eagles(combination: Combination) -> Combination:
     """EAGLE's rule at the same γ."""
-    return Combination(REFERENCE, combination.gamma)
+    return Combination(REFERENCE, combination.gamma, options=combination.options)
 
 
 def _oracles(combination: Combination) -> Combination | None:
