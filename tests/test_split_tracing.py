@@ -15,6 +15,7 @@ from ecospec.data.traces import read_traces
 from ecospec.errors import InputError
 from ecospec.tracing.cli import main
 from ecospec.tracing.store.check import check_folder
+from ecospec.tracing.store.manifest import SampleCounts
 from ecospec.tracing.target.loading import load_target
 from ecospec.tracing.target.replicas import Replica, model_parallel_size, replica_of, split_options
 from tests.split_tracing import record
@@ -84,7 +85,7 @@ def test_the_command_traces_the_same_conversations_split_or_as_replicas(options:
         for name in ("one", "two")
     )
     assert len(one) == 12 and one == two
-    assert check_folder(tmp_path / "two")["samples"] == {"written": 12, "rejected": 0}
+    assert check_folder(tmp_path / "two").samples == SampleCounts(12, 0)
 
 
 @pytest.mark.parametrize(
