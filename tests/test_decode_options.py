@@ -6,6 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ecospec.configs import cli
+from ecospec.configs.keys import leaf_keys
 from ecospec.configs.shipped import shipped_root
 from ecospec.errors import InputError
 from ecospec.inference.assemble import plan_methods
@@ -63,6 +64,15 @@ def test_a_method_of_another_kind_inherits_what_both_kinds_read_and_no_path(tmp_
         evaluated("--drafter.path", "somewhere", "--drafter.kind", "prompt_lookup")
     with pytest.raises(InputError, match=r"rope_theta: the methods lookup give their own"):
         evaluated("--config", str(config), "--drafter.rope_theta", "7")
+
+
+@pytest.mark.parametrize("command", ["check", "generate", "eval", "record"])
+def test_help_lists_every_key_that_a_subcommand_knows(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown = capsys.readouterr().out
+    (schema,) = (one.schema for one in SUBCOMMANDS if one.name == command)
+    assert not [key for key in leaf_keys(schema) if f"--{key}" not in shown]
 
 
 def test_a_shipped_configuration_takes_another_drafter():

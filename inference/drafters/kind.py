@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from ecospec.tracing.target.loading import Target
 
 
-class Keys:
+@dataclass
+class Keys:  # a dataclass itself: the parser takes a class with any other base for a type to choose subclasses of
     """The end of the chain of checks: keys of all kinds are bases of one configuration."""
 
     def __post_init__(self) -> None:
